@@ -1,0 +1,1 @@
+"""ops: see the package docstring."""

@@ -1,0 +1,1 @@
+"""recipes: see the package docstring."""

@@ -1,0 +1,1 @@
+"""step: see the package docstring."""
