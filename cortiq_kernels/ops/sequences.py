@@ -1,0 +1,62 @@
+"""Which sequence a token belongs to, and where in it.
+
+`cu_seqlens` [S+1] int32 holds the starts of S packed sequences and, last, the number of tokens N.  It never decreases;
+a value that repeats is an empty sequence, legal anywhere, so the tensor may be padded to a fixed length with N.
+
+    seq_ids[t]   = s  with  cu_seqlens[s] <= t < cu_seqlens[s + 1]
+    positions[t] = t - cu_seqlens[seq_ids[t]]
+
+| tensor | shape | dtype | |
+|---|---|---|---|
+| cu_seqlens | [S+1] | int32 or int64 | on the device of the data |
+| seq_ids | [N] | int64 | skips the numbers of empty sequences |
+| positions | [N] | int64 | 0 at the start of a sequence |
+
+Everything stays on the device: the values of `cu_seqlens` are never read by the host, so they are not checked either.
+One index serves every layer of a step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SeqIndex(NamedTuple):
+    """Per-token view of `cu_seqlens`; see `sequence_index`."""
+
+    seq_ids: Tensor  # [N] int64
+    positions: Tensor  # [N] int64, 0 at a sequence start
+
+
+def sequence_index(cu_seqlens: Tensor, n: int) -> SeqIndex:
+    """Sequence number and position of each of `n` tokens, without a host synchronisation.
+
+    Args:
+        cu_seqlens: [S+1] int32 or int64, non-decreasing, first 0, last `n`.
+        n: number of tokens (host int).
+
+    Returns:
+        `SeqIndex` of two fresh int64 tensors [n] on the device of `cu_seqlens`.
+
+    Raises:
+        ValueError: `cu_seqlens` is not a vector of at least one integer of the two types, or `n` is negative.
+    """
+    check_cu_seqlens(cu_seqlens)
+    if n < 0:
+        raise ValueError(f"n: got {n}, expected the number of tokens, at least 0")
+    token = torch.arange(n, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    seq_ids = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    positions = token.long() - cu_seqlens.long()[seq_ids]
+    return SeqIndex(seq_ids, positions)
+
+
+def check_cu_seqlens(cu_seqlens: Tensor) -> None:
+    """Raise ValueError unless `cu_seqlens` has the rank and dtype that every op here expects (values are not read)."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens: got {cu_seqlens.dtype} {list(cu_seqlens.shape)}, expected int32 [S+1]; "
+            "for one sequence of n tokens pass torch.tensor([0, n], dtype=torch.int32)"
+        )
