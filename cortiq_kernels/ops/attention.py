@@ -1,0 +1,353 @@
+"""Gated softmax attention between the two projections: q/k norm, partial RoPE, causal GQA, output gate.
+
+One row of `proj` is nq·(q hd | gate hd) | k nkv·hd | v nkv·hd. Rows form a grid [B, T], T = max_seqlen, and
+`cu_seqlens` says where sequences start; a sequence sees only itself, and positions restart at 0 in each.
+
+Maths (per token and head; rope turns the first `rot` dimensions, half-split; h' = h // (nq/nkv))
+    q̃ = rope(q̂·(1 + q_norm)),  k̃ = rope(k̂·(1 + k_norm))       x̂ = x·(mean(x²) + eps)^-½ over hd
+    S = q̃·k̃ᵀ/√hd on keys of the same sequence that are not in the future;  P = softmax(S) = exp(S − lse)
+    o = P·v,   out = o·σ(gate)
+Gradients
+    do = dout·σ(gate),  dgate = dout·o·σ(gate)·(1 − σ(gate))
+    dv = Pᵀ·do,  dP = do·vᵀ,  dS = P·(dP − rowsum(do·o)),  dq̃ = dS·k̃/√hd,  dk̃ = dSᵀ·q̃/√hd
+    dk̃ and dv sum over the nq/nkv query heads of a key head; then back through rope (turning by −angle) and the norm
+    dq_norm = Σ over tokens and heads of d(q̂·(1 + q_norm))·q̂, dk_norm likewise                   (`=` or `+=`)
+
+| tensor | shape | dtype |
+|---|---|---|
+| proj, dproj | [N, 2·nq·hd + 2·nkv·hd] | working: bf16, f16, f32, f64 |
+| out, dout | [N, nq·hd] | working |
+| q_norm, k_norm and their gradients | [hd] | f32 (f64 for f64) |
+| cos, sin | [≥ max_seqlen, rot/2] | f32 (f64 for f64) |
+| cu_seqlens | [S+1] | int32, 0 … N, non-decreasing, may be padded with N |
+
+Precision: all in f32 (f64 for f64) from the working-dtype projection, rounded once into out and dproj. The softmax is
+explicit and blockwise over queries, so scores never exceed B·nq·256·T elements; keys behind the block's last query are
+not touched. Kept for the backward: proj itself, o before the gate (working dtype) and lse; q̃ and k̃ are computed again.
+Every row of out and dproj is written, padding rows too. The order of every sum is fixed.
+Sources: Vaswani et al. 2017; Su et al., "RoFormer", 2021; Rabe and Staats, "Self-attention Does Not Need O(n²) Memory",
+2021; the backward from (o, lse) is Dao et al., "FlashAttention", 2022.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cortiq_kernels.ops import checks
+from cortiq_kernels.ops.rms_norm import normalize, normalize_bwd, rms_norm_ref
+from cortiq_kernels.ops.sequences import SeqIndex, sequence_index
+
+BLOCK_Q = 256  # query rows a block: bounds the score matrix
+
+
+class AttnDims(NamedTuple):
+    """Heads of one attention layer: query heads, key/value heads, head dimension, rotary dimensions."""
+
+    nq: int
+    nkv: int
+    hd: int
+    rot: int
+
+    @property
+    def width(self) -> int:
+        """Columns of the projection: q and gate for every query head, then k, then v."""
+        return 2 * self.nq * self.hd + 2 * self.nkv * self.hd
+
+
+class AttnSaved(NamedTuple):
+    """What the backward needs. `proj` is the caller's tensor, not a copy."""
+
+    proj: Tensor  # [N, width] working dtype
+    o: Tensor  # [N, nq*hd] working dtype, before the gate
+    lse: Tensor  # [B, nkv, nq/nkv, T] accumulation dtype
+
+
+def rope_table(n: int, rot: int, theta: float, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """cos and sin of position·theta^(−2i/rot). -> two [n, rot/2] in the accumulation dtype of `dtype`.
+
+    Below float64 the angles are formed in float32, because published checkpoints were trained and are served that way.
+    """
+    if n < 0 or rot < 0 or rot % 2:
+        checks.fail("rope_table", "n and rot", "non-negative, rot even", (n, rot), "rot counts both halves")
+    acc = checks.acc_dtype(dtype)
+    inv_freq = 1.0 / theta ** (torch.arange(0, rot, 2, dtype=acc, device=device) / max(rot, 1))
+    angle = torch.outer(torch.arange(n, dtype=acc, device=device), inv_freq)
+    return angle.cos(), angle.sin()
+
+
+def attention_mixer_ref(
+    proj: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dims: AttnDims,
+    cu_seqlens: Tensor,
+    eps: float,
+) -> Tensor:
+    """The forward, one sequence and one full score matrix at a time, in the dtype of proj. -> [N, nq*hd]."""
+    nq, nkv, hd, _ = dims
+    qg, k, v = proj.split([2 * nq * hd, nkv * hd, nkv * hd], dim=1)
+    q, gate = qg.unflatten(1, (nq, 2, hd)).unbind(2)
+    q = rms_norm_ref(q, q_norm, eps)
+    k = rms_norm_ref(k.unflatten(1, (nkv, hd)), k_norm, eps)
+    v = v.unflatten(1, (nkv, hd))
+    bounds = cu_seqlens.tolist()
+    pieces = [proj.new_empty(0, nq * hd)]
+    for a, b in zip(bounds, bounds[1:], strict=False):
+        c, s = (table[: b - a, None].to(proj.dtype) for table in (cos, sin))
+        qs = _rope(q[a:b], c, s).transpose(0, 1)  # [nq, t, hd]
+        ks = _rope(k[a:b], c, s).repeat_interleave(nq // nkv, dim=1).transpose(0, 1)
+        vs = v[a:b].repeat_interleave(nq // nkv, dim=1).transpose(0, 1)
+        future = torch.ones(b - a, b - a, dtype=torch.bool, device=proj.device).triu(1)
+        p = (qs @ ks.transpose(1, 2) * hd**-0.5).masked_fill(future, float("-inf")).softmax(-1)
+        o = (p @ vs).transpose(0, 1)  # [t, nq, hd]
+        pieces.append((o * torch.sigmoid(gate[a:b])).flatten(1))
+    return torch.cat(pieces)
+
+
+def attention_mixer_fwd(
+    proj: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    dims: AttnDims,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    eps: float,
+    out: Tensor | None = None,
+    save: bool = True,
+    index: SeqIndex | None = None,
+) -> tuple[Tensor, AttnSaved | None]:
+    """-> (out [N, nq*hd], saved, or None with save=False). `out` is written with `=`; None allocates.
+
+    Every multiple of max_seqlen is a sequence start. `index` is `sequence_index(cu_seqlens, N)` when the caller already
+    has it (it is the same for every layer).
+    """
+    op = "attention_mixer_fwd"
+    n = _check(op, proj, q_norm, k_norm, cos, sin, dims, cu_seqlens, max_seqlen)
+    out = checks.output(op, "out", out, (n, dims.nq * dims.hd), proj.dtype, proj)
+    grid = _Grid(proj, q_norm, k_norm, cos, sin, dims, cu_seqlens, max_seqlen, eps, index)
+    o_saved = proj.new_empty(out.shape) if save else None
+    lse = proj.new_empty(grid.q.shape[:-1], dtype=grid.q.dtype) if save else None
+    out_grid = out.view(grid.token_shape)
+    gate_grid = _columns(proj, dims).gate.unflatten(0, (-1, max_seqlen)).unflatten(2, (dims.nkv, -1))
+
+    for start in range(0, max_seqlen, BLOCK_Q):
+        scores, lo, stop = grid.scores(start)
+        top = scores.amax(-1, keepdim=True)
+        scores.sub_(top).exp_()
+        total = scores.sum(-1, keepdim=True)
+        o = torch.matmul(scores, grid.v[:, :, lo:stop]).div_(total)  # [B, nkv, G*Q, hd]
+        o = o.unflatten(2, (-1, stop - start)).permute(0, 3, 1, 2, 4)  # [B, Q, nkv, G, hd]
+        if o_saved is not None and lse is not None:
+            o_saved.view(grid.token_shape)[:, start:stop].copy_(o)
+            lse[..., start:stop].copy_(total.log_().add_(top).view(*lse.shape[:-1], stop - start))
+        out_grid[:, start:stop].copy_(o * torch.sigmoid(gate_grid[:, start:stop].to(o.dtype)))
+    if o_saved is None or lse is None:
+        return out, None
+    return out, AttnSaved(proj, o_saved, lse)
+
+
+def attention_mixer_bwd(
+    dout: Tensor,
+    saved: AttnSaved,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    dims: AttnDims,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    eps: float,
+    dproj: Tensor | None = None,
+    dq_norm: Tensor | None = None,
+    dk_norm: Tensor | None = None,
+    accumulate: bool = False,
+    index: SeqIndex | None = None,
+) -> Tensor:
+    """-> dproj [N, width], written with `=`; None allocates. It must not overlap saved.proj.
+
+    dq_norm, dk_norm [hd]: `=`, or `+=` with `accumulate`; None skips them.
+    """
+    op = "attention_mixer_bwd"
+    proj, o_saved, lse = saved
+    n = _check(op, proj, q_norm, k_norm, cos, sin, dims, cu_seqlens, max_seqlen)
+    sizes = (n, dims.nq * dims.hd)
+    checks.shape(op, "dout", dout, sizes, str(list(sizes)), "it is the gradient of the forward's out")
+    checks.alike(op, "dout", dout, "proj", proj)
+    dproj = checks.output(op, "dproj", dproj, proj.shape, proj.dtype, proj)
+    for name, grad in (("dq_norm", dq_norm), ("dk_norm", dk_norm)):
+        if grad is not None:
+            checks.vector(op, name, grad, dims.hd, "proj", proj)
+
+    grid = _Grid(proj, q_norm, k_norm, cos, sin, dims, cu_seqlens, max_seqlen, eps, index)
+    acc = grid.q.dtype
+    columns, dcolumns = _columns(proj, dims), _columns(dproj, dims)
+    sig = torch.sigmoid(columns.gate.to(acc))  # [N, nq, hd]
+    do = dout.unflatten(1, (dims.nq, dims.hd)).to(acc)
+    o = o_saved.unflatten(1, (dims.nq, dims.hd)).to(acc)
+    dcolumns.gate.copy_(do * o * sig * (1 - sig))
+    do = do * sig
+    delta = grid.heads((do * o).sum(-1, keepdim=True))  # [B, nkv, G, T, 1]
+    do = grid.heads(do)
+    dq, dk, dv = torch.empty_like(grid.q), torch.zeros_like(grid.k), torch.zeros_like(grid.v)
+
+    for start in range(0, max_seqlen, BLOCK_Q):
+        p, lo, stop = grid.scores(start)
+        p.sub_(lse[..., start:stop].flatten(2).unsqueeze(-1)).exp_()  # [B, nkv, G*Q, keys]
+        do_block = do[..., start:stop, :].flatten(2, 3)
+        dv[:, :, lo:stop] += torch.matmul(p.transpose(2, 3), do_block)
+        ds = torch.matmul(do_block, grid.v[:, :, lo:stop].transpose(2, 3))
+        ds.sub_(delta[..., start:stop, :].flatten(2, 3)).mul_(p)
+        dk[:, :, lo:stop] += torch.matmul(ds.transpose(2, 3), grid.q[..., start:stop, :].flatten(2, 3))
+        dq[..., start:stop, :] = torch.matmul(ds, grid.k[:, :, lo:stop]).unflatten(2, (-1, stop - start))
+
+    dq.mul_(dims.hd**-0.5)  # grid.q carries the scale, so dk has it already
+    dcolumns.v.copy_(grid.tokens(dv))
+    _norm_rope_bwd(grid.tokens(dq), columns.q, q_norm, grid, eps, dcolumns.q, dq_norm, accumulate)
+    _norm_rope_bwd(grid.tokens(dk), columns.k, k_norm, grid, eps, dcolumns.k, dk_norm, accumulate)
+    return dproj
+
+
+class _Columns(NamedTuple):
+    q: Tensor  # [N, nq, hd] view
+    gate: Tensor  # [N, nq, hd] view
+    k: Tensor  # [N, nkv, hd] view
+    v: Tensor  # [N, nkv, hd] view
+
+
+def _columns(proj: Tensor, dims: AttnDims) -> _Columns:
+    nq, nkv, hd, _ = dims
+    qg, k, v = proj.split([2 * nq * hd, nkv * hd, nkv * hd], dim=1)
+    q, gate = qg.unflatten(1, (nq, 2, hd)).unbind(2)
+    return _Columns(q, gate, k.unflatten(1, (nkv, hd)), v.unflatten(1, (nkv, hd)))
+
+
+class _Grid:
+    """Normed and rotated q (scaled by hd^-½), k, and v by head, and which keys a query sees.
+
+    q [B, nkv, G, T, hd], k and v [B, nkv, T, hd], G = nq/nkv: key heads are never repeated, the G query heads of one
+    are rows of the same product.
+    """
+
+    def __init__(
+        self,
+        proj: Tensor,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        dims: AttnDims,
+        cu_seqlens: Tensor,
+        window: int,
+        eps: float,
+        index: SeqIndex | None,
+    ) -> None:
+        acc = checks.acc_dtype(proj.dtype)
+        positions = (sequence_index(cu_seqlens, proj.shape[0]) if index is None else index).positions
+        self.batch, self.window, self.groups = proj.shape[0] // window, window, dims.nq // dims.nkv
+        self.token_shape = (self.batch, window, dims.nkv, self.groups, dims.hd)
+        self.cos, self.sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [N, 1, rot/2]
+        # A query sees exactly the keys from its own sequence's start to itself.
+        self.place = torch.arange(window, device=proj.device)
+        self.first = self.place - positions.view(-1, window)  # [B, T]
+        columns = _columns(proj, dims)
+        q = _rope(normalize(columns.q.to(acc), eps)[0].mul_(1 + q_norm), self.cos, self.sin)
+        k = _rope(normalize(columns.k.to(acc), eps)[0].mul_(1 + k_norm), self.cos, self.sin)
+        self.q = self.heads(q.mul_(dims.hd**-0.5))
+        self.k = self.heads(k).squeeze(2)
+        self.v = self.heads(columns.v.to(acc)).squeeze(2)
+        self.nkv = dims.nkv
+
+    def heads(self, x: Tensor) -> Tensor:
+        """[N, heads, d] by token -> [B, nkv, heads/nkv, T, d] by head, contiguous."""
+        groups = x.shape[1] // self.token_shape[2]
+        x = x.reshape(self.batch, self.window, self.token_shape[2], groups, x.shape[2])
+        return x.permute(0, 2, 3, 1, 4).contiguous()
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """[B, nkv, (G,) T, hd] by head -> [N, heads, hd] by token."""
+        x = x if x.dim() == 5 else x.unsqueeze(2)
+        return x.permute(0, 3, 1, 2, 4).reshape(self.batch * self.window, -1, x.shape[-1])
+
+    def scores(self, start: int) -> tuple[Tensor, int, int]:
+        """Masked scores of one block of queries. -> ([B, nkv, G*Q, stop - lo], first key, one past the last key)."""
+        stop = min(start + BLOCK_Q, self.window)
+        first = self.first[:, start:stop]
+        # On the CPU the earliest key is free to read, and packed records make most of the keys before it dead.
+        lo = 0 if first.device.type != "cpu" or first.numel() == 0 else int(first.min())
+        q = self.q[..., start:stop, :].flatten(2, 3)
+        scores = torch.matmul(q, self.k[:, :, lo:stop].transpose(2, 3))
+        key, query = self.place[lo:stop], self.place[start:stop].unsqueeze(1)
+        hidden = (key > query) | (key < first.unsqueeze(-1))  # [B, Q, keys]
+        scores.unflatten(2, (self.groups, -1)).masked_fill_(hidden[:, None, None], float("-inf"))
+        return scores, lo, stop
+
+
+def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn dimension i and i + rot/2 by the angle of i; dimensions from rot on pass. x [..., hd], cos [..., rot/2]."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def _norm_rope_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    grid: _Grid,
+    eps: float,
+    dx: Tensor,
+    dweight: Tensor | None,
+    accumulate: bool,
+) -> None:
+    """From the gradient of rope(x̂·(1 + w)) to dx (`=`) and dweight (`=` or `+=`). dy, x, dx [N, heads, hd]."""
+    dy = _rope(dy, grid.cos, -grid.sin)
+    xhat, rstd = normalize(x.to(dy.dtype), eps)
+    if dweight is not None:
+        total = (dy * xhat).sum((0, 1))
+        if accumulate:
+            dweight.add_(total)
+        else:
+            dweight.copy_(total)
+    dx.copy_(normalize_bwd(dy.mul_(1 + weight), xhat, rstd))
+
+
+def _check(
+    op: str,
+    proj: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dims: AttnDims,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+) -> int:
+    nq, nkv, hd, rot = dims
+    if min(nq, nkv, hd) < 1 or nq % nkv or rot % 2 or not 0 <= rot <= hd:
+        checks.fail(op, "dims", "nq a multiple of nkv and rot even, at most hd", dims, "read them from the config")
+    checks.shape(op, "proj", proj, (None, dims.width), f"[N, {dims.width}]", "rows are nq*(q|gate), then k, then v")
+    checks.dtype(op, "proj", proj, checks.FLOATS, "convert it with .to()")
+    checks.vector(op, "q_norm", q_norm, hd, "proj", proj)
+    checks.vector(op, "k_norm", k_norm, hd, "proj", proj)
+    n = proj.shape[0]
+    if max_seqlen < 1 or n % max_seqlen:
+        checks.fail(op, "max_seqlen", f"a divisor of N = {n}", max_seqlen, "it is the window: N = batch*window")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.dim() != 2 or table.shape[0] < max_seqlen or table.shape[1] != rot // 2:
+            expected = f"[at least {max_seqlen}, {rot // 2}]"
+            checks.fail(op, name, expected, tuple(table.shape), "build it with rope_table(max_seqlen, rot, ...)")
+        checks.dtype(op, name, table, (checks.acc_dtype(proj.dtype),), "build it with rope_table")
+        checks.same_device(op, name, table, "proj", proj)
+    checks.shape(op, "cu_seqlens", cu_seqlens, (None,), "[S+1]", "it holds the sequence starts, then N")
+    checks.dtype(op, "cu_seqlens", cu_seqlens, checks.INTS, "convert it with .to(torch.int32)")
+    checks.same_device(op, "cu_seqlens", cu_seqlens, "proj", proj)
+    return n
