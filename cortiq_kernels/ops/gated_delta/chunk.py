@@ -91,7 +91,7 @@ def chunk_gated_delta_rule_fwd(
         index, rows = sequence_index(cu_seqlens, length), cu_seqlens.numel() - 1
         length = int(cu_seqlens.diff().max()) if rows else 0
         tokens = tuple(_spread(x[0], index, rows, length) for x in tokens)
-    chunk = chunk_size(length)
+    chunk = chunk_size(length, q.device)
     q_c, k_c, v_c, g_c, beta_c = (to_chunks(x, chunk) for x in tokens)
     q_c = (q_c * scale).contiguous()
     k_c, v_c, g_c, beta_c = k_c.contiguous(), v_c.contiguous(), g_c.squeeze(-1), beta_c.squeeze(-1)

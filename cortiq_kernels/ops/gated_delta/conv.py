@@ -9,8 +9,6 @@
 | x, y, dx, dy | [B, T, C] | acc dtype |
 | w, dw | [C, W], last tap = current token, no bias | acc dtype |
 | positions | [B, T] | int64 |
-
-Tokens of another sequence are selected away, not multiplied by 0: what they hold (NaN too) never gets in.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ def causal_conv_fwd(x: Tensor, weight: Tensor, positions: Tensor, *, out: Tensor
     length, taps = x.shape[1], weight.shape[1]
     torch.mul(x, weight[:, -1], out=out)
     for s in range(1, min(taps, length)):
-        seen = (positions[:, s:] >= s).unsqueeze(-1)
-        out[:, s:].addcmul_(torch.where(seen, x[:, : length - s], 0), weight[:, -1 - s])
+        out[:, s:].addcmul_(x[:, : length - s] * _seen(positions, s, x.dtype), weight[:, -1 - s])
     return out
 
 
@@ -39,9 +36,12 @@ def causal_conv_bwd(
         dweight.zero_()
         dweight[:, -1] = (x * dy).sum((0, 1))
     for s in range(1, min(taps, length)):
-        seen = (positions[:, s:] >= s).unsqueeze(-1)
-        dy_s = torch.where(seen, dy[:, s:], 0)
+        dy_s = dy[:, s:] * _seen(positions, s, x.dtype)
         dx[:, : length - s].addcmul_(dy_s, weight[:, -1 - s])
         if dweight is not None:
-            # dy_s is 0 where the tap is cut, but x there may be anything
-            dweight[:, -1 - s] = dy_s.mul_(torch.where(seen, x[:, : length - s], 0)).sum((0, 1))
+            dweight[:, -1 - s] = dy_s.mul_(x[:, : length - s]).sum((0, 1))
+
+
+def _seen(positions: Tensor, s: int, dtype: torch.dtype) -> Tensor:
+    """[B, T-s, 1]: 1 where the token s back is of the same sequence, else 0."""
+    return (positions[:, s:] >= s).to(dtype).unsqueeze(-1)

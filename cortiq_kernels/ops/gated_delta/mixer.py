@@ -118,7 +118,7 @@ def gdn_mixer_fwd(
     length = max_seqlen
     positions = _positions(cu_seqlens, n, length, index)
     front = _front(proj, conv_weight, A_log, dt_bias, positions, dims)
-    masks = packed_masks(positions, chunk_size(length))
+    masks = packed_masks(positions, chunk_size(length, proj.device))
     o, core = core_fwd(front.q, front.k, front.v, front.g, front.beta, None, masks)
     del front
 
@@ -185,7 +185,7 @@ def gdn_mixer_bwd(
         return dproj
     positions = _positions(cu_seqlens, n, length, index)
     front = _front(proj, conv_weight, A_log, dt_bias, positions, dims)
-    masks = packed_masks(positions, chunk_size(length))
+    masks = packed_masks(positions, chunk_size(length, proj.device))
     acc, chunk = o.dtype, o.shape[3]
     shape = (-1, length, dims.nv, dims.dv)
 
@@ -238,7 +238,7 @@ def _front(
 ) -> _Front:
     """Projection rows to the inputs of the recurrence, on the grid."""
     batch, length = positions.shape
-    acc, chunk = acc_dtype(proj.dtype), chunk_size(length)
+    acc, chunk = acc_dtype(proj.dtype), chunk_size(length, proj.device)
     padded = length + -length % chunk
     grid = (padded // chunk, batch)
     x = proj[:, dims.qkv].unflatten(0, (batch, length)).to(acc)
