@@ -1,9 +1,9 @@
 """Windows -> batches of `batch` consecutive windows, as tensors of one fixed shape per set.
 
-The composition of a batch never changes; only the order of the batches is shuffled (`order.Shuffler`). Of a set of batches,
-`cu_seqlens` has the same length in every batch: the largest number of sequences in any of them, padded by repeating N
-(empty sequences), so one captured step serves them all. `row_index` holds only the rows that are scored, in rising order; its length
-differs from batch to batch.
+The composition of a batch never changes; only the order of the batches is shuffled (`order.Shuffler`). Of a set of
+batches, `cu_seqlens` has the same length in every batch: the largest number of sequences in any of them, padded by
+repeating N (empty sequences), so one captured step serves them all. `row_index` holds only the rows that are scored,
+in rising order; its length differs from batch to batch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch with every tensor on `device`; host numbers stay host numbers."""
-        moved = {
+        moved: dict[str, Any] = {
             f.name: value.to(device, non_blocking=non_blocking)
             for f in dataclasses.fields(self)
             if isinstance(value := getattr(self, f.name), Tensor)
@@ -104,7 +105,13 @@ class Batches(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self._windows) // self.batch
 
-    def __getitem__(self, index):
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Batch]: ...
+
+    def __getitem__(self, index: int | slice) -> Batch | list[Batch]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         i = index + len(self) if index < 0 else index
@@ -135,8 +142,8 @@ def eval_batches(
     _check_batch(batch)
     if not windows:
         raise DataError(
-            f"eval_batches: no {split} windows, so there is nothing to measure; expected at least one {split} record with a "
-            f'scored token: set "split": "{split}" on some records, or let the split come from their rids'
+            f"eval_batches: no {split} windows, so there is nothing to measure; expected at least one {split} record "
+            f'with a scored token: set "split": "{split}" on some records, or let the split come from their rids'
         )
     fillers = -len(windows) % batch
     filler = filler_window(len(windows[0].tokens), pad_id)
@@ -144,14 +151,14 @@ def eval_batches(
 
 
 def score_batches(records: Sequence[Record], window: int, batch: int, *, pad_id: int = 0) -> Iterator[Batch]:
-    """Batches in which every record is one whole sequence from position 0, for scores that do not depend on the batching.
+    """Batches in which every record is one whole sequence from position 0: scores do not depend on the batching.
 
-    Scored are the tokens i >= max(first_target, 1), each with weight 1 (a score counts tokens; `Record.weight` only matters
-    in training); records with nothing to score are left out, and none left is an error. `row_record` says to which entry of
-    `records` each scored row belongs.
-    Shapes: records are taken by falling length (ties in the order given); those longer than `window` are packed first, in
-    batches of one row of their own length rounded up to a multiple of `window`; the others fill batches [batch, window],
-    the last one completed with fillers. Within each shape `cu_seqlens` has one capacity.
+    Scored are the tokens i >= max(first_target, 1), each with weight 1 (a score counts tokens; `Record.weight` only
+    matters in training); records with nothing to score are left out, and none left is an error. `row_record` says to
+    which entry of `records` each scored row belongs. Shapes: records are taken by falling length (ties in the order
+    given); those longer than `window` are packed first, in batches of one row of their own length rounded up to a
+    multiple of `window`; the others fill batches [batch, window], the last one completed with fillers. Within each
+    shape `cu_seqlens` has one capacity.
     """
     _check_batch(batch)
     if window < 1:

@@ -1,7 +1,7 @@
 """The order of the train batches: a shuffle per pass that a resumed run continues exactly.
 
-xorshift64 with shifts 13, 7, 17; Fisher-Yates from the top: for i = n-1 ... 1 swap a[i] and a[rng % (i+1)], one draw per i.
-The array is carried over from pass to pass, so pass p depends on all passes before it.
+xorshift64 with shifts 13, 7, 17; Fisher-Yates from the top: for i = n-1 ... 1 swap a[i] and a[rng % (i+1)], one draw
+per i. The array is carried over from pass to pass, so pass p depends on all passes before it.
 
     HEAL_SEED,  n = 8: [2,1,3,6,7,0,4,5], then [5,2,0,6,4,7,1,3]
     MASKS_SEED, n = 8: [1,0,3,2,6,5,4,7], then [2,6,1,4,3,0,7,5]

@@ -1,12 +1,12 @@
 """A record: the tokens of one example, where its scored part starts, and which split it belongs to.
 
-Token i of a record is scored when i >= max(first_target, 1): token 0 has nothing before it to be predicted from. Row j of a
-window predicts token j + 1, so a scored token i is charged to row i - 1, and the last row of a record has nothing to predict.
-A record without any scored token ("unscored": an empty completion, first_target >= len(ids), weight 0) is kept as context but
-trains and measures nothing.
+Token i of a record is scored when i >= max(first_target, 1): token 0 has nothing before it to be predicted from. Row
+j of a window predicts token j + 1, so a scored token i is charged to row i - 1, and the last row of a record has
+nothing to predict. A record without any scored token ("unscored": an empty completion, first_target >= len(ids),
+weight 0) is kept as context but trains and measures nothing.
 
-A split comes from the record, or from FNV-1a-64 of its rid: h mod 10 = 8 is val, 9 is test, the rest train. The same hash
-orders the train records, so neither depends on the order of the file.
+A split comes from the record, or from FNV-1a-64 of its rid: h mod 10 = 8 is val, 9 is test, the rest train. The same
+hash orders the train records, so neither depends on the order of the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
 class DataError(ValueError):
-    """Records, tokenizer files or windows that cannot be used; the message names the file, the line and how to fix it."""
+    """Records, tokenizer files or windows that cannot be used; the message says where, why and how to fix it."""
 
 
 def fnv1a64(text: str) -> int:

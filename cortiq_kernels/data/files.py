@@ -1,0 +1,118 @@
+"""Rows of a JSONL or parquet file, one dict each, with the line that a message can name.
+
+JSONL is read as bytes and split on b"\\n" only, so U+2028, U+2029 and U+0085 inside a string stay inside it. A UTF-8
+byte order mark, CRLF and a missing final newline change nothing. Blank lines are skipped but counted: `line` is what
+an editor shows, 1-based. Parquet is recognised by its magic bytes; `line` is the row, 1-based, and null fields are
+absent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cortiq_kernels.data.record import DataError
+
+_GZIP = b"\x1f\x8b"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_BOM = b"\xef\xbb\xbf"
+
+
+class Row(NamedTuple):
+    """`fields`, or `problem`: why this line has none."""
+
+    line: int
+    fields: dict[str, Any]
+    problem: str | None = None
+
+
+def read_rows(path: str | Path) -> Iterator[Row]:
+    """The rows of one file, in file order. A file that is no such file at all raises DataError at once."""
+    path = Path(path)
+    if path.is_dir():
+        raise DataError(f"{path}: is a directory; expected one .jsonl or .parquet file: name the file in it")
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; expected a .jsonl or .parquet file of records")
+    with path.open("rb") as f:
+        head = f.read(4)
+    if head == b"PAR1":
+        return _parquet(path)
+    if head[:2] == _GZIP:
+        raise DataError(f"{path}: is compressed with gzip; expected plain JSONL: gunzip it first")
+    if head[:2] in _UTF16:
+        raise DataError(f"{path}: is UTF-16; expected UTF-8: convert it with `iconv -f utf-16 -t utf-8`")
+    return _jsonl(path)
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as f:
+        for line, raw in enumerate(f, 1):  # a binary file iterates on b"\n" alone
+            if line == 1 and raw.startswith(_BOM):
+                raw = raw[len(_BOM) :]
+            raw = raw.strip(b" \t\r\n")
+            if raw:
+                yield _parse(line, raw)
+
+
+def _parse(line: int, raw: bytes) -> Row:
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as e:
+        return Row(line, {}, f"is not UTF-8 (byte {e.start} of the line is 0x{raw[e.start]:02x}); convert the file")
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        hint = "one JSON object per line"
+        if line == 1 and raw[:1] in b"[{" and len(raw) < 3:
+            hint += (
+                "; this looks like one JSON document over many lines: `jq -c '.[]' file.json > file.jsonl` converts it"
+            )
+        return Row(line, {}, f"is not JSON ({e}); expected {hint}")
+    if isinstance(fields, list):
+        return Row(line, {}, "is a JSON array; expected one object per line: `jq -c '.[]' file.json > file.jsonl`")
+    if not isinstance(fields, dict):
+        return Row(line, {}, f'is {shown(fields)}; expected a JSON object such as {{"text": ...}}')
+    return Row(line, fields)
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as e:
+        raise DataError(
+            f"{path}: is parquet, and pyarrow is not installed; `pip install cortiq_kernels[data]`, or use JSONL"
+        ) from e
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as e:
+        raise DataError(f"{path}: cannot be read as parquet ({e}); is the file complete?") from e
+    return _parquet_rows(path, file, pa.ArrowException)
+
+
+def _parquet_rows(path: Path, file: Any, arrow_error: type[Exception]) -> Iterator[Row]:
+    line = 0
+    try:
+        for batch in file.iter_batches(batch_size=1024):
+            for fields in batch.to_pylist():
+                line += 1
+                yield Row(line, without_nulls(fields))
+    except (arrow_error, OSError) as e:
+        raise DataError(f"{path}: row {line + 1} cannot be read ({e}); is the file complete?") from e
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop dict entries that are None, at every depth: parquet fills absent struct fields with null."""
+    if isinstance(value, dict):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [without_nulls(v) for v in value]
+    return value
+
+
+def shown(value: Any, limit: int = 60) -> str:
+    """A value for an error message: repr, cut, with its type."""
+    text = repr(value)
+    return f"{text if len(text) <= limit else text[: limit - 3] + '...'} ({type(value).__name__})"
