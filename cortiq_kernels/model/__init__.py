@@ -20,6 +20,7 @@ from cortiq_kernels.model.names import Slot, slots
 from cortiq_kernels.model.weights import Trained, Weights, acc_dtype
 
 __all__ = [
-    "Geometry", "Layout", "ModelDir", "ModelError", "Range", "Slot", "TensorInfo", "Trained", "Weights", "WidthChange", "Written",
-    "acc_dtype", "check_destination", "create_model", "open_model", "plan_layout", "slots", "width_changed_updates", "write_model",
+    "Geometry", "Layout", "ModelDir", "ModelError", "Range", "Slot", "TensorInfo", "Trained", "Weights",
+    "WidthChange", "Written", "acc_dtype", "check_destination", "create_model", "open_model", "plan_layout", "slots",
+    "width_changed_updates", "write_model",
 ]  # fmt: skip

@@ -23,9 +23,7 @@ SPARE_BYTES = 256 << 10
 _COPY_BLOCK = 16 << 20
 
 
-def check_destination(
-    src: str | os.PathLike[str] | None, dst: str | os.PathLike[str], need_bytes: int
-) -> Path:
+def check_destination(src: str | os.PathLike[str] | None, dst: str | os.PathLike[str], need_bytes: int) -> Path:
     """Refuse a destination that will not do, before any work; returns it with symlinks resolved.
 
     `src` is the model directory that is read (None for none), `need_bytes` what will be written
@@ -38,26 +36,47 @@ def check_destination(
     place = Path(os.path.realpath(dst))
     if src is not None:
         source = Path(os.path.realpath(src))
-        how = "is" if place == source else "is inside" if source in place.parents else "contains" if place in source.parents else ""
+        how = (
+            "is"
+            if place == source
+            else "is inside"
+            if source in place.parents
+            else "contains"
+            if place in source.parents
+            else ""
+        )
         if how:
-            raise ModelError(f"output {str(dst)!r}: got a place that {how} the source {source}; expected another. Choose a new directory.")
+            raise ModelError(
+                f"output {str(dst)!r}: got a place that {how} the source {source}; expected another. "
+                "Choose a new directory."
+            )
     if place.exists():
         if not place.is_dir():
-            raise ModelError(f"output {str(dst)!r}: got an existing file; expected a new directory. Choose another name.")
+            raise ModelError(
+                f"output {str(dst)!r}: got an existing file; expected a new directory. Choose another name."
+            )
         inside = sorted(os.listdir(place))
         if inside:
             raise ModelError(
                 f"output {str(dst)!r}: got an existing directory with {len(inside)} entries ({', '.join(inside[:3])}); "
                 "expected a new or empty one. Choose another name, or delete it first."
             )
+        if os.path.ismount(place):
+            raise ModelError(f"output {str(dst)!r}: got a mount point; expected a directory. Choose one inside it.")
     parent = place.parent
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ModelError(f"output {str(dst)!r}: got {parent}, which cannot be written to; expected a writable directory. Choose another.")
+        raise ModelError(
+            f"output {str(dst)!r}: got {parent}, which cannot be written to; expected a writable directory. "
+            "Choose another."
+        )
     free, need = shutil.disk_usage(parent).free + _reusable(place), need_bytes + SPARE_BYTES
     if free < need:
-        raise ModelError(f"output {str(dst)!r}: got {_size(free)} free on {parent}; expected at least {_size(need)}. Free some space.")
+        raise ModelError(
+            f"output {str(dst)!r}: got {_size(free)} free on {parent}; expected at least {_size(need)}. "
+            "Free some space."
+        )
     return place
 
 
@@ -86,10 +105,11 @@ def appearing(place: Path) -> Iterator[Path]:
     Creates missing parents (and removes those it made on an error). `ModelError` if another process is writing to the
     same place.
     """
-    made = _make_parents(place)
     partial = partial_name(place)
-    done = False
+    missing = [p for p in place.parents if not p.exists()]  # deepest first
+    place.parent.mkdir(parents=True, exist_ok=True)
     lock = _locked(partial)
+    done = False
     try:
         for old in partial.iterdir():
             shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
@@ -101,21 +121,14 @@ def appearing(place: Path) -> Iterator[Path]:
     finally:
         if not done:
             shutil.rmtree(partial, ignore_errors=True)
-            for parent in made:
+            for parent in missing:
                 with contextlib.suppress(OSError):  # not empty: somebody else uses it by now
                     parent.rmdir()
         os.close(lock)
 
 
-def _make_parents(place: Path) -> list[Path]:
-    """Create missing parents; returns those made, deepest first."""
-    missing = [p for p in place.parents if not p.exists()]
-    place.parent.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
 def _locked(partial: Path) -> int:
-    """Create the partial directory and lock it; the lock ends with the process, so a stale directory can be told from a live one."""
+    """Create and lock the partial directory. A lock ends with its process, which tells a stale directory from a live one."""
     while True:
         with contextlib.suppress(FileExistsError):
             os.mkdir(partial)
@@ -127,7 +140,10 @@ def _locked(partial: Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            raise ModelError(f"{partial}: got a directory that another process is writing; expected none. Wait for it, or choose another name.") from None
+            raise ModelError(
+                f"{partial}: got a directory that another process is writing; expected none. "
+                "Wait for it, or choose another name."
+            ) from None
         except OSError:  # a file system without locks
             return lock
         try:

@@ -6,13 +6,14 @@ shape and nothing about its weights. Symbols (used in every shape comment of the
 | field | config key | meaning |
 |---|---|---|
 | `hidden` H | `hidden_size` | width of the residual stream |
-| `intermediate` F | `intermediate_size` | MLP width of each layer (equal in published models; ours may differ per layer) |
+| `intermediate` F | `intermediate_size` | MLP width of each layer (ours may differ per layer) |
 | `vocab` V | `vocab_size` | rows of the embedding and of the head |
-| `layer_types` | `layer_types`, else every `full_attention_interval`-th (4) layer is full attention | mixer of each layer |
+| `layer_types` | `layer_types`, else every `full_attention_interval`-th (4) is full attention | mixer of each |
 | `nq nkv hd` | `num_attention_heads num_key_value_heads head_dim` (256) | full attention |
 | `rot` | `⌊head_dim · partial_rotary_factor⌋` (0.25) | leading dims of a head that RoPE turns |
 | `rope_theta` | `rope_parameters.rope_theta`, or `rope_theta` | RoPE base; there is no default |
-| `nk nv dk dv conv` | `linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim` (16, 32, 128, 128, 4) | Gated DeltaNet |
+| `nk nv` | `linear_num_key_heads`, `linear_num_value_heads` (16, 32) | Gated DeltaNet heads |
+| `dk dv conv` | `linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim` (128, 128, 4) | their sizes |
 | `eps` | `rms_norm_eps` (1e-6) | of every RMSNorm |
 | `tied` | `tie_word_embeddings` (false) | the head is the embedding |
 | `max_position` | `max_position_embeddings` (32768) | longest sequence it was trained for |
@@ -41,7 +42,7 @@ PREFIXES = ("model.", "model.language_model.")
 
 
 class ModelError(ValueError):
-    """A model directory (or its config) that cannot be used: says what, what was found, what was expected, and what to do."""
+    """A model directory (or config, or place) that cannot be used; says what, got, expected, and how to fix it."""
 
 
 def _need(ok: bool, what: str, got: Any, expected: str, fix: str) -> None:
@@ -106,8 +107,12 @@ class Geometry:
 
     def with_widths(self, widths: Sequence[int]) -> Geometry:
         """The same model with MLP widths `widths` (one per layer)."""
-        _need(len(widths) == self.n_layers, "widths", len(widths), f"{self.n_layers} (one per layer)", "Pass all layers.")
-        _need(all(_is_int(w) and w > 0 for w in widths), "widths", list(widths), "positive integers", "Keep at least 1.")
+        _need(
+            len(widths) == self.n_layers, "widths", len(widths), f"{self.n_layers} (one per layer)", "Pass all layers."
+        )
+        _need(
+            all(_is_int(w) and w > 0 for w in widths), "widths", list(widths), "positive integers", "Keep at least 1."
+        )
         return dataclasses.replace(self, intermediate=tuple(int(w) for w in widths))
 
     @staticmethod
@@ -121,8 +126,8 @@ class Geometry:
         `widths`: MLP width of each layer, where they are known from tensor shapes; `intermediate_size` must be their
         maximum. Default: `intermediate_size` in every layer.
 
-        Raises `ModelError`, by name, for: another `model_type`; MoE; quantised weights; unknown layer types or a list of
-        the wrong length; a `rope_type` other than default; a theta, partial factor or tie flag given twice with
+        Raises `ModelError`, by name, for: another `model_type`; MoE; quantised weights; unknown layer types or a
+        list of the wrong length; a `rope_type` other than default; a theta, partial factor or tie flag given twice with
         different values; any other key on which root and `text_config` disagree; no theta; `attention_bias`;
         `attn_output_gate` false; a `hidden_act` other than silu; `num_loops` other than 1; missing or impossible sizes.
         """
@@ -133,7 +138,9 @@ class Geometry:
         nq, nkv, hd = c.size("num_attention_heads"), c.size("num_key_value_heads"), c.size("head_dim", 256)
         nk, nv = c.size("linear_num_key_heads", 16), c.size("linear_num_value_heads", 32)
         dk, dv = c.size("linear_key_head_dim", 128), c.size("linear_value_head_dim", 128)
-        _need(nq % nkv == 0, "num_attention_heads", f"{nq} over {nkv} key/value heads", "a multiple", "Mend config.json.")
+        _need(
+            nq % nkv == 0, "num_attention_heads", f"{nq} over {nkv} key/value heads", "a multiple", "Mend config.json."
+        )
         _need(nv % nk == 0, "linear_num_value_heads", f"{nv} over {nk} key heads", "a multiple", "Mend config.json.")
         theta, rot = _rope(c, hd)
         per_layer = (wide,) * n_layers if widths is None else tuple(int(w) for w in widths)
@@ -155,10 +162,9 @@ class Geometry:
 
 
 class _Config:
-    """Typed look-ups in a flat or nested config, in which a key may be in `text_config`, at the root, or equal in both."""
+    """Typed look-ups in a config; in a nested one a key may be in `text_config`, at the root, or equal in both."""
 
     def __init__(self, config: Mapping[str, Any]):
-        self.root = config
         self.nested = isinstance(config.get("text_config"), Mapping)
         self.text: Mapping[str, Any] = config["text_config"] if self.nested else config
         #: (where, mapping) pairs, the first wins where a disagreement is allowed
@@ -180,14 +186,24 @@ class _Config:
     def size(self, key: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self.get(key, default)
-        _need(value is not None, f"config.json: {key}", "nothing", "a positive integer", "Take the model's own config.json.")
-        _need(_is_int(value) and value > 0, f"config.json: {key}", repr(value), "a positive integer", "Mend config.json.")
+        _need(
+            value is not None,
+            f"config.json: {key}",
+            "nothing",
+            "a positive integer",
+            "Take the model's own config.json.",
+        )
+        _need(
+            _is_int(value) and value > 0, f"config.json: {key}", repr(value), "a positive integer", "Mend config.json."
+        )
         return int(value)
 
     def real(self, key: str, default: float) -> float:
         """A positive number."""
         value = self.get(key, default)
-        _need(_is_real(value) and value > 0, f"config.json: {key}", repr(value), "a positive number", "Mend config.json.")
+        _need(
+            _is_real(value) and value > 0, f"config.json: {key}", repr(value), "a positive number", "Mend config.json."
+        )
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -223,9 +239,19 @@ def _refuse_unsupported(c: _Config) -> None:
         moe = c.get(key)
         _need(not moe, f"config.json: {key}", f"{moe!r}: a mixture of experts (MoE)", supported, "Use a dense model.")
     for t in types:
-        _need("moe" not in t, "config.json: model_type", f"{t!r}: a mixture of experts (MoE)", supported, "Use a dense model.")
+        _need(
+            "moe" not in t,
+            "config.json: model_type",
+            f"{t!r}: a mixture of experts (MoE)",
+            supported,
+            "Use a dense model.",
+        )
     _need(bool(types), "config.json: model_type", "nothing", supported, "Take the model's own config.json.")
-    good = types[0] == "qwen3_5_text" if not c.nested else types[-1] == "qwen3_5" and set(types) <= {"qwen3_5", "qwen3_5_text"}
+    good = (
+        types[0] == "qwen3_5_text"
+        if not c.nested
+        else types[-1] == "qwen3_5" and set(types) <= {"qwen3_5", "qwen3_5_text"}
+    )
     if not c.nested and types == ["qwen3_5"]:
         raise ModelError(
             "config.json: got model_type 'qwen3_5' without text_config; expected its text_config, or model_type "
@@ -235,7 +261,9 @@ def _refuse_unsupported(c: _Config) -> None:
     quant = c.get("quantization_config")
     _need(quant is None, "config.json: quantization_config", "quantised weights", "none", "Use the unquantised model.")
     act = c.get("hidden_act", "silu")
-    _need(act in ("silu", "swish"), "config.json: hidden_act", repr(act), "'silu'", "Other activations are not supported.")
+    _need(
+        act in ("silu", "swish"), "config.json: hidden_act", repr(act), "'silu'", "Other activations are not supported."
+    )
     bias = c.flag("attention_bias", False)
     _need(not bias, "config.json: attention_bias", "true", "false", "Projections with a bias are not supported.")
     gate = c.flag("attn_output_gate", True)
@@ -252,9 +280,17 @@ def _layer_types(c: _Config, n_layers: int) -> tuple[str, ...]:
         return tuple(LINEAR if (i + 1) % every else FULL for i in range(n_layers))
     _need(isinstance(types, list | tuple), "config.json: layer_types", repr(types), "a list", "Mend config.json.")
     fix = "Make layer_types and num_hidden_layers agree."
-    _need(len(types) == n_layers, "config.json: layer_types", f"{len(types)} entries", f"{n_layers} (num_hidden_layers)", fix)
+    _need(
+        len(types) == n_layers,
+        "config.json: layer_types",
+        f"{len(types)} entries",
+        f"{n_layers} (num_hidden_layers)",
+        fix,
+    )
     for i, t in enumerate(types):
-        _need(t in (FULL, LINEAR), f"config.json: layer_types[{i}]", repr(t), f"{FULL!r} or {LINEAR!r}", "Unknown mixer.")
+        _need(
+            t in (FULL, LINEAR), f"config.json: layer_types[{i}]", repr(t), f"{FULL!r} or {LINEAR!r}", "Unknown mixer."
+        )
     return tuple(types)
 
 
@@ -295,7 +331,9 @@ def _agreed(places: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> float 
     """The one value of `key` in `places` (None if nowhere); refuses two different ones."""
     found = [(where, place[key]) for where, place in places if place.get(key) is not None]
     for where, value in found:
-        _need(_is_real(value) and value > 0, f"config.json: {key} ({where})", repr(value), "a positive number", "Mend it.")
+        _need(
+            _is_real(value) and value > 0, f"config.json: {key} ({where})", repr(value), "a positive number", "Mend it."
+        )
         _need(
             value == found[0][1], f"config.json: {key}", f"{found[0][1]!r} in {found[0][0]} and {value!r} in {where}",
             "one value", "Delete the wrong one.",
@@ -310,7 +348,9 @@ def _eos(c: _Config) -> tuple[int, ...]:
         if value is None or value == []:
             continue
         ids = list(value) if isinstance(value, list | tuple) else [value]
-        _need(all(_is_int(i) for i in ids), "config.json: eos_token_id", repr(value), "an integer or a list", "Mend it.")
+        _need(
+            all(_is_int(i) for i in ids), "config.json: eos_token_id", repr(value), "an integer or a list", "Mend it."
+        )
         return tuple(ids)
     return ()
 

@@ -21,7 +21,7 @@ import torch
 
 from cortiq_kernels.model import names as _names
 from cortiq_kernels.model.geometry import Geometry, ModelError, text_config
-from cortiq_kernels.model.shard import FLOATS, Shard, TensorInfo, raw_blocks, read_shard, read_tensor
+from cortiq_kernels.model.shard import FLOATS, LFS_POINTER, Shard, TensorInfo, raw_blocks, read_shard, read_tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -32,8 +32,9 @@ CORTIQ = "cortiq.json"
 class ModelDir:
     """An opened, checked model directory.
 
-    `path` (symlinks resolved), `config` (parsed config.json), `geometry`, `tensors` (every tensor of every shard, also those
-    that are not used), `shards` by file name, `index` (parsed index or None), `cortiq` (parsed cortiq.json or {}).
+    `path` (symlinks resolved), `config` (parsed config.json), `geometry`, `tensors` (every tensor of every shard,
+    also those that are not used), `shards` by file name, `index` (parsed index or None), `cortiq` (parsed
+    cortiq.json or {}).
     """
 
     path: Path
@@ -60,14 +61,18 @@ def open_model(path: str | os.PathLike[str]) -> ModelDir:
 
     Raises `ModelError` (what, got, expected, how to fix), before reading any weight, for: no directory, no or broken
     config.json, unsupported geometry (`Geometry.from_config`), no safetensors, both a single file and shards, an index
-    that names missing shards (with the number of tensors each holds) or missing tensors, a shard that is a Git LFS pointer,
-    empty, truncated or damaged, missing tensors (by layer), unexpected tensors in the text model, wrong shapes or element
-    types, layer widths that disagree with config.json or cortiq.json, and a tied model with a different `lm_head.weight`.
+    that names missing shards (with the number of tensors each holds) or missing tensors, a shard that is a Git LFS
+    pointer, empty, truncated or damaged, missing tensors (by layer), unexpected tensors in the text model, wrong
+    shapes or element types, layer widths that disagree with config.json or cortiq.json, and a tied model with a
+    different `lm_head.weight`.
     """
     root = Path(path)
     if not root.is_dir():
         got = "a file" if root.exists() else "no such directory"
-        raise ModelError(f"model {str(path)!r}: got {got}; expected a model directory. Download it first (`hf download ... --local-dir`).")
+        raise ModelError(
+            f"model {str(path)!r}: got {got}; expected a model directory. "
+            "Download it first (`hf download ... --local-dir`)."
+        )
     root = root.resolve()
     config = read_json(root / "config.json")
     cortiq = read_json(root / CORTIQ) if (root / CORTIQ).is_file() else {}
@@ -86,10 +91,16 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or a `ModelError` that names the file and the cause."""
     try:
         text = path.read_text(encoding="utf-8-sig")
+        if text.startswith(LFS_POINTER.decode()):
+            raise ModelError(f"{path}: got a Git LFS pointer; expected JSON. Run `git lfs pull`.")
         value = json.loads(text)
     except FileNotFoundError:
         why = "a symlink to a missing file" if path.is_symlink() else "no such file"
-        raise ModelError(f"{path}: got {why}; expected a JSON file. Is {path.parent} a complete model directory?") from None
+        raise ModelError(
+            f"{path}: got {why}; expected a JSON file. Is {path.parent} a complete model directory?"
+        ) from None
+    except ModelError:
+        raise
     except (ValueError, OSError) as e:
         raise ModelError(f"{path}: got a file that cannot be read ({e}); expected JSON. Download it again.") from e
     if not isinstance(value, dict):
@@ -101,8 +112,12 @@ def _open_shards(root: Path, index: dict[str, Any] | None) -> dict[str, Shard]:
     """All weight files of the directory, checked against the index."""
     if index is None:
         if not os.path.lexists(root / SINGLE):
-            other = sorted(p.name for p in root.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors"))
-            raise ModelError(f"{root}: got {other or 'no weights'}; expected {SINGLE} or {INDEX}. Convert the model to safetensors.")
+            other = sorted(
+                p.name for p in root.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors")
+            )
+            raise ModelError(
+                f"{root}: got {other or 'no weights'}; expected {SINGLE} or {INDEX}. Convert the model to safetensors."
+            )
         return {SINGLE: read_shard(root / SINGLE)}
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -110,14 +125,18 @@ def _open_shards(root: Path, index: dict[str, Any] | None) -> dict[str, Shard]:
     files: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or os.path.basename(file) != file:
-            raise ModelError(f"{root / INDEX}: got {file!r} for {name}; expected a file name in this directory. Download it again.")
+            raise ModelError(
+                f"{root / INDEX}: got {file!r} for {name}; expected a file name in this directory. Download it again."
+            )
         files.setdefault(file, []).append(name)
     if SINGLE not in files and os.path.lexists(root / SINGLE):
         raise ModelError(f"{root}: got both {SINGLE} and {INDEX}; expected one set of weights. Delete the stale one.")
     gone = [f for f in files if not (root / f).is_file()]
     if gone:
         each = ", ".join(f"{f} ({len(files[f])} tensors, such as {files[f][0]})" for f in sorted(gone))
-        raise ModelError(f"{root}: got {len(files) - len(gone)} of {len(files)} shards; missing: {each}. Download them again.")
+        raise ModelError(
+            f"{root}: got {len(files) - len(gone)} of {len(files)} shards; missing: {each}. Download them again."
+        )
     shards = {f: read_shard(root / f) for f in sorted(files)}
     seen: dict[str, str] = {}
     for file, shard in shards.items():
@@ -129,7 +148,9 @@ def _open_shards(root: Path, index: dict[str, Any] | None) -> dict[str, Shard]:
             )
         for name in shard.tensors:
             if name in seen:
-                raise ModelError(f"{root}: got {name} in {seen[name]} and {file}; expected it once. Delete the stale shard.")
+                raise ModelError(
+                    f"{root}: got {name} in {seen[name]} and {file}; expected it once. Delete the stale shard."
+                )
             seen[name] = file
     return shards
 
@@ -139,13 +160,16 @@ def checked_geometry(
 ) -> Geometry:
     """Geometry with the layer widths of the tensors, after checking that config, cortiq.json and every tensor agree."""
     plain = Geometry.from_config(config, tensors)
-    gates = [f"{plain.prefix}layers.{i}.mlp.gate_proj.weight" for i in range(plain.n_layers)]
+    gates = _gates(plain)
     _refuse_missing(root, plain, tensors)
-    found = [tensors[n].shape[0] if len(tensors[n].shape) == 2 else 0 for n in gates]
+    found = layer_widths(plain, tensors)
     declared = cortiq.get("intermediate_size")
     if declared is not None:
         if not isinstance(declared, list) or len(declared) != plain.n_layers:
-            raise ModelError(f"{root / CORTIQ}: got intermediate_size {declared!r}; expected {plain.n_layers} widths. Delete the file.")
+            raise ModelError(
+                f"{root / CORTIQ}: got intermediate_size {declared!r}; expected {plain.n_layers} widths. "
+                "Delete the file."
+            )
         wrong = [i for i, (a, b) in enumerate(zip(declared, found, strict=True)) if a != b]
         if wrong:
             i = wrong[0]
@@ -160,11 +184,22 @@ def checked_geometry(
             i = wrong[0]
             raise ModelError(
                 f"{root}: got {gates[i]} of shape {list(tensors[gates[i]].shape)}; expected [{wide}, {plain.hidden}] "
-                f"(intermediate_size; widths that differ per layer need {CORTIQ}). Config and weights are of different models."
+                f"(intermediate_size; widths that differ per layer need {CORTIQ}). "
+                "Config and weights are of different models."
             )
     geometry = Geometry.from_config(config, tensors, widths=found)
     _check_tensors(root, geometry, tensors)
     return geometry
+
+
+def _gates(g: Geometry) -> list[str]:
+    """Published names of the gate projections, whose rows are the layers' widths."""
+    return [f"{g.prefix}layers.{i}.mlp.gate_proj.weight" for i in range(g.n_layers)]
+
+
+def layer_widths(g: Geometry, tensors: Mapping[str, TensorInfo]) -> list[int]:
+    """MLP width of each layer of `g` that has a gate projection in `tensors` (0 where it is no matrix)."""
+    return [tensors[n].shape[0] if len(tensors[n].shape) == 2 else 0 for n in _gates(g) if n in tensors]
 
 
 def _refuse_missing(root: Path, g: Geometry, tensors: Iterable[str]) -> None:
@@ -179,7 +214,9 @@ def _refuse_missing(root: Path, g: Geometry, tensors: Iterable[str]) -> None:
     hint = "Download the model again."
     if first == [_names.HEAD]:
         hint = "Set tie_word_embeddings to true in config.json if the head is the embedding."
-    raise ModelError(f"{root}: got {where} without {', '.join(first)}; expected it ({len(missing)} tensors missing in all). {hint}")
+    raise ModelError(
+        f"{root}: got {where} without {', '.join(first)}; expected it ({len(missing)} tensors missing in all). {hint}"
+    )
 
 
 def _check_tensors(root: Path, g: Geometry, tensors: Mapping[str, TensorInfo]) -> None:
@@ -193,9 +230,15 @@ def _check_tensors(root: Path, g: Geometry, tensors: Mapping[str, TensorInfo]) -
                 "Config and weights are of different models."
             )
         if t.dtype not in FLOATS:
-            raise ModelError(f"{root / t.file}: got {name} of type {t.dtype}; expected {sorted(FLOATS)}. Use the unquantised model.")
+            raise ModelError(
+                f"{root / t.file}: got {name} of type {t.dtype}; expected {sorted(FLOATS)}. Use the unquantised model."
+            )
     inside = (f"{g.prefix}layers.", f"{g.prefix}embed_tokens.", f"{g.prefix}norm.", "lm_head.")
-    strange = [n for n in tensors if n.startswith(inside) and n not in used and n != _names.HEAD and not n.endswith("rotary_emb.inv_freq")]
+    strange = [
+        n
+        for n in tensors
+        if n.startswith(inside) and n not in used and n != _names.HEAD and not n.endswith("rotary_emb.inv_freq")
+    ]
     if strange:
         raise ModelError(
             f"{root}: got {len(strange)} tensors that a {g.n_layers}-layer Qwen3.5 text model does not have "
@@ -213,16 +256,16 @@ def _check_tied_head(model: ModelDir) -> None:
         same = all(x == y for x, y in zip(*pair, strict=True))
     if not same:
         raise ModelError(
-            f"{model.path}: got tie_word_embeddings true and a {_names.HEAD} that differs from {embed}; expected equal ones. "
-            "Set tie_word_embeddings to false to use the head, or delete the head tensor."
+            f"{model.path}: got tie_word_embeddings true and a {_names.HEAD} that differs from {embed}; "
+            "expected equal ones. Set tie_word_embeddings to false to use the head, or delete the head tensor."
         )
 
 
 def copied_files(model: ModelDir) -> list[Path]:
     """Files that are copied as they are: everything but weights, config.json, the index and cortiq.json.
 
-    Left out: hidden files and directories, and weights that are not the model's shards (other formats or stale shards,
-    which would keep the old values beside the new). A broken symlink is a `ModelError`.
+    Left out: hidden directories (`.git`, `.cache`), and weights that are not the model's shards (other formats or
+    stale shards, which would keep the old values beside the new). A broken symlink is a `ModelError`.
     """
     own = {"config.json", INDEX, CORTIQ, *model.shards}
     out: list[Path] = []
@@ -231,10 +274,12 @@ def copied_files(model: ModelDir) -> list[Path]:
         for file in sorted(files):
             path = Path(folder, file)
             top = folder == str(model.path)
-            if file.startswith(".") or (top and file in own) or _is_other_weights(file):
+            if (top and file in own) or _is_other_weights(file):
                 continue
             if path.is_symlink() and not path.exists():
-                raise ModelError(f"{path}: got a symlink to a missing file; expected a file. Download it again, or delete the link.")
+                raise ModelError(
+                    f"{path}: got a symlink to a missing file; expected a file. Download it again, or delete the link."
+                )
             if path.is_file():
                 out.append(path)
     return out

@@ -1,9 +1,9 @@
 """Write Hugging Face model directories: a changed copy of one, or a new one.
 
 What a copy keeps: file names and the split into shards; every file and shard that holds no change, byte for byte; in a
-rewritten shard the order of names, the metadata, and the bytes of every other tensor; config.json byte for byte unless a
-key changes. Everything is checked before anything is written, the new directory is checked as `open_model` would check
-it, and it appears under its name only when complete (`destination.appearing`).
+rewritten shard the order of names, the metadata, and the bytes of every other tensor; config.json byte for byte
+unless a key changes. Everything is checked before anything is written, the new directory is checked as `open_model`
+would check it, and it appears under its name only when complete (`destination.appearing`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from cortiq_kernels.model.hf_read import CORTIQ, INDEX, SINGLE, ModelDir
 FORMAT = 1
 #: files of a tokenizer, copied by `create_model`
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ class Written(NamedTuple):
 
 
 class WidthChange(NamedTuple):
-    """What else must change when MLP widths change: pass `drop` and `config_updates` to `write_model`, report `notes`."""
+    """What else changes with the MLP widths: `drop` and `config_updates` are for `write_model`, `notes` for people."""
 
     drop: set[str]
     config_updates: dict[str, Any]
@@ -60,9 +60,14 @@ def width_changed_updates(src: ModelDir, widths: Sequence[int]) -> WidthChange:
     if drop or _declared_mtp(src.config):
         updates["mtp_num_hidden_layers"] = 0
         gone = f"its {len(drop)} tensors were dropped" if drop else "it had no tensors"
-        notes.append(f"MTP removed: its MLP would no longer match the changed width ({gone}, mtp_num_hidden_layers is 0)")
+        notes.append(
+            f"MTP removed: its MLP would no longer match the changed width ({gone}, mtp_num_hidden_layers is 0)"
+        )
     if not g.uniform:
-        notes.append(f"MLP widths differ per layer ({min(g.intermediate)} to {max(g.intermediate)}): only runtimes that read {CORTIQ} load it")
+        notes.append(
+            f"MLP widths differ per layer ({min(g.intermediate)} to {max(g.intermediate)}): "
+            f"only runtimes that read {CORTIQ} load it"
+        )
     return WidthChange(drop, updates, notes)
 
 
@@ -78,8 +83,9 @@ def write_model(
     """Write `src` with some tensors replaced to the new directory `dst`.
 
     `replace`: published name -> new values (any float dtype, strides, device). Each keeps the stored dtype, rounded to
-    nearest even from float32, and the stored shape; only MLP tensors may change shape, together with `config_updates` and
-    `drop` from `width_changed_updates`. Replacing the embedding of a tied model that also ships its head writes both.
+    nearest even from float32, and the stored shape; only MLP tensors may change shape, together with
+    `config_updates` and `drop` from `width_changed_updates`. Replacing the embedding of a tied model that also ships
+    its head writes both.
     `drop`: published names to leave out. `config_updates`: keys of the text model, set at the level that holds them (at
     `text_config` in a nested config; a key that is at both levels is set at both).
     `provenance`: JSON for `cortiq.json`, which also holds the layer widths and the provenances of earlier writes.
@@ -92,7 +98,7 @@ def write_model(
     replace, dropped, notes = dict(replace), set(drop), []
     _check_names(src, replace, dropped)
     embed = f"{src.geometry.prefix}embed_tokens.weight"
-    if src.geometry.tied and embed in replace and _names.HEAD in src.tensors:
+    if src.geometry.tied and embed in replace and _names.HEAD in src.tensors.keys() - dropped:
         replace[_names.HEAD] = replace[embed]
         notes.append(f"{_names.HEAD} is tied: written equal to {embed}")
     shapes = {n: tuple(t.shape) for n, t in replace.items()}
@@ -142,30 +148,32 @@ def create_model(
 ) -> Written:
     """Write a new model directory from a config (flat or nested) and published tensors, each stored in its own dtype.
 
-    One `model.safetensors`, or with `shard_bytes` shards of at most that size (a larger tensor gets its own) and an index.
-    Layer widths are those of the tensors; `cortiq.json` is written when they differ or when `provenance` is given.
+    One `model.safetensors`, or with `shard_bytes` shards of at most that size (a larger tensor gets its own) and an
+    index. Layer widths are those of the tensors; `cortiq.json` is written when they differ or when `provenance` is
+    given.
     `tokenizer_dir`: a directory whose tokenizer files (`TOKENIZER_FILES`) are copied.
 
     Checks and raises as `open_model` and `write_model`.
     """
     place = destination.check_destination(None, dst, 0)
     info = shard.layout(tensors, SINGLE)
-    prefix_gates = {n: t.shape[0] for n, t in info.items() if n.endswith(".mlp.gate_proj.weight") and t.shape and not _is_mtp(n)}
-    widths = [prefix_gates[n] for n in sorted(prefix_gates, key=_layer_number)]
+    widths = hf_read.layer_widths(Geometry.from_config(config, info), info)
     uneven = len(set(widths)) > 1
     cortiq = _cortiq(widths, provenance or {}, {}) if uneven or provenance is not None else {}
-    hf_read.checked_geometry(place, config, info, cortiq)
-    tied = Geometry.from_config(config, info).tied
-    embed = next(n for n in info if n.endswith("embed_tokens.weight"))
-    if tied and _names.HEAD in tensors and not torch.equal(tensors[embed], tensors[_names.HEAD]):
-        raise ModelError(f"tensors: got {_names.HEAD} unlike {embed} in a tied model; expected equal ones. Leave it out.")
+    geometry = hf_read.checked_geometry(place, config, info, cortiq)
+    if geometry.tied and _names.HEAD in tensors:
+        embed, head = tensors[f"{geometry.prefix}embed_tokens.weight"], tensors[_names.HEAD]
+        if embed.dtype != head.dtype or not torch.equal(embed, head):
+            raise ModelError(f"tensors: got a {_names.HEAD} unlike the tied embedding; expected none. Leave it out.")
     groups = _groups(tensors, shard_bytes)
     small = {"config.json": _dump(config)}
     if cortiq:
         small[CORTIQ] = _dump(cortiq)
     if len(groups) > 1:
         total = sum(t.nbytes for t in info.values())
-        small[INDEX] = _dump({"metadata": {"total_size": total}, "weight_map": {n: f for f, names in groups.items() for n in names}})
+        small[INDEX] = _dump(
+            {"metadata": {"total_size": total}, "weight_map": {n: f for f, names in groups.items() for n in names}}
+        )
     copied = _tokenizer_files(tokenizer_dir)
     need = sum(t.nbytes for t in info.values()) + sum(p.stat().st_size for p in copied) + sum(map(len, small.values()))
     place = destination.check_destination(tokenizer_dir, dst, need)
@@ -189,27 +197,41 @@ def _check_names(src: ModelDir, replace: Mapping[str, torch.Tensor], drop: set[s
     for what, given in (("replace", replace.keys()), ("drop", drop)):
         unknown = sorted(n for n in given if n not in src.tensors)
         if unknown:
-            raise ModelError(f"{what}: got {unknown[:3]}, which {src.path} does not have; expected published tensor names. Check the prefix.")
+            raise ModelError(
+                f"{what}: got {unknown[:3]}, which {src.path} does not have; expected published tensor names. "
+                "Check the prefix."
+            )
+    if src.geometry.tied and _names.HEAD in replace and f"{src.geometry.prefix}embed_tokens.weight" not in replace:
+        raise ModelError(f"replace: got {_names.HEAD} of a tied model alone; expected its embedding. Replace that.")
     both = sorted(replace.keys() & drop)
     if both:
-        raise ModelError(f"drop: got {both[:3]}, which are also replaced; expected one or the other. Leave them out of one.")
+        raise ModelError(
+            f"drop: got {both[:3]}, which are also replaced; expected one or the other. Leave them out of one."
+        )
     for name, t in replace.items():
         if not t.is_floating_point():
             raise ModelError(f"replace: got {name} of {t.dtype}; expected a floating-point tensor. Convert it first.")
 
 
 def _checked_output(
-    src: ModelDir, config: dict[str, Any], tensors: Mapping[str, shard.TensorInfo], shapes: Mapping[str, tuple[int, ...]]
+    src: ModelDir,
+    config: dict[str, Any],
+    tensors: Mapping[str, shard.TensorInfo],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Geometry:
     """Geometry of the output, after checking it as `open_model` would."""
     for name, shape in shapes.items():
         if shape != src.tensors[name].shape and ".mlp." not in name:
-            raise ModelError(f"replace: got {name} of shape {list(shape)}; expected {list(src.tensors[name].shape)}. Only MLP widths may change.")
-    gates = [f"{src.geometry.prefix}layers.{i}.mlp.gate_proj.weight" for i in range(src.geometry.n_layers)]
-    widths = [tensors[n].shape[0] for n in gates if n in tensors]
+            raise ModelError(
+                f"replace: got {name} of shape {list(shape)}; expected {list(src.tensors[name].shape)}. "
+                "Only MLP widths may change."
+            )
+    widths = hf_read.layer_widths(src.geometry, tensors)
     geometry = hf_read.checked_geometry(src.path, config, tensors, {"intermediate_size": widths})
     if geometry.intermediate != src.geometry.intermediate and any(_is_mtp(n) for n in tensors):
-        raise ModelError("drop: got MLP widths changed and mtp.* tensors kept; expected them dropped. Use width_changed_updates.")
+        raise ModelError(
+            "drop: got MLP widths changed and mtp.* tensors kept; expected them dropped. Use width_changed_updates."
+        )
     return geometry
 
 
@@ -267,19 +289,14 @@ def _cortiq(widths: Sequence[int], provenance: Mapping[str, Any], earlier: Mappi
 
 
 def _dump(value: Any) -> bytes:
-    """JSON as Hugging Face writes it."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    """JSON as Hugging Face writes it; what JSON does not know (paths, dtypes) becomes its text."""
+    return (json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n").encode()
 
 
 def _write_small(out: Path, files: Mapping[str, bytes]) -> None:
     for name, data in files.items():
         with destination.new_file(out / name) as f:
             f.write(data)
-
-
-def _layer_number(name: str) -> int:
-    """i of a published `...layers.{i}.…` name."""
-    return int(name.split("layers.", 1)[1].split(".", 1)[0])
 
 
 def _groups(tensors: Mapping[str, torch.Tensor], shard_bytes: int | None) -> dict[str, list[str]]:
@@ -304,5 +321,7 @@ def _tokenizer_files(folder: str | os.PathLike[str] | None) -> list[Path]:
         return []
     found = [Path(folder, f) for f in TOKENIZER_FILES if Path(folder, f).is_file()]
     if not found:
-        raise ModelError(f"tokenizer {str(folder)!r}: got none of {list(TOKENIZER_FILES)}; expected a tokenizer. Check the path.")
+        raise ModelError(
+            f"tokenizer {str(folder)!r}: got none of {list(TOKENIZER_FILES)}; expected a tokenizer. Check the path."
+        )
     return found

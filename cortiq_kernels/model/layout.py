@@ -55,7 +55,7 @@ class Range(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Spans of every held tensor. `trained_matrices` and `trained_vectors` index the master; `frozen_*` their own store."""
+    """Spans of every held tensor: trained ones index the master, frozen matrices the plane, frozen vectors theirs."""
 
     frozen_matrices: dict[str, Span]
     trained_matrices: dict[str, Span]
@@ -77,13 +77,15 @@ class Layout:
         return self.matrix_numel + self.vector_numel
 
     def nbytes(self, itemsize: int) -> int:
-        """Bytes of all stores in a working dtype of `itemsize` bytes (2, 4 or 8): plane, vectors, master, grad, m, v."""
+        """Bytes of all stores (plane, vectors, master, grad, m, v) in a working dtype of `itemsize` 2, 4 or 8."""
         acc = 8 if itemsize == 8 else 4
         master = self.trained_numel if itemsize < acc else self.vector_numel  # else the matrices are the plane's tail
         return self.plane_numel * itemsize + (self.frozen_vector_numel + master + 3 * self.trained_numel) * acc
 
 
-def plan_layout(g: Geometry, *, train: str | None = None, train_from: int = 0, first_layer: int = 0, world: int = 1) -> Layout:
+def plan_layout(
+    g: Geometry, *, train: str | None = None, train_from: int = 0, first_layer: int = 0, world: int = 1
+) -> Layout:
     """Lay out the weights of `g`.
 
     `train`: None (nothing), "layers" (every tensor of layers >= `train_from`), "mlp" (gate_up and down of those layers)
@@ -96,11 +98,18 @@ def plan_layout(g: Geometry, *, train: str | None = None, train_from: int = 0, f
         raise ValueError(f"train: got {train!r}; expected one of {list(TRAIN_MODES)}. Choose one.")
     n = g.n_layers
     if not 0 <= first_layer < n or not 0 <= train_from < n:
-        raise ValueError(f"layers: got first_layer {first_layer}, train_from {train_from}; expected 0 to {n - 1}. Choose a layer.")
+        raise ValueError(
+            f"layers: got first_layer {first_layer}, train_from {train_from}; expected 0 to {n - 1}. Choose a layer."
+        )
     if train is not None and train_from < first_layer:
-        raise ValueError(f"train_from: got {train_from}; expected at least first_layer {first_layer}. Hold those layers, or freeze them.")
+        raise ValueError(
+            f"train_from: got {train_from}; expected at least first_layer {first_layer}. "
+            "Hold those layers, or freeze them."
+        )
     if train == "all" and (train_from or first_layer):
-        raise ValueError(f"train_from: got {train_from} (first_layer {first_layer}) with 'all'; expected 0. Use 'layers' for a part.")
+        raise ValueError(
+            f"train_from: got {train_from} (first_layer {first_layer}) with 'all'; expected 0. Use 'layers' for a part."
+        )
     if world < 1:
         raise ValueError(f"world: got {world}; expected at least 1. Pass the number of ranks.")
     shapes = {k: s for k, s in _names.internal_shapes(g).items() if _held(k, g, first_layer)}

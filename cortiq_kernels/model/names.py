@@ -9,7 +9,7 @@ Internally, projections that read the same input are rows of one matrix, so that
 | `layers.{i}.input_norm`, `.post_norm` | [H] | `input_layernorm.weight`, `post_attention_layernorm.weight` |
 | `layers.{i}.gate_up` | [2F, H] | `mlp.gate_proj`, `mlp.up_proj` |
 | `layers.{i}.down` | [H, F] | `mlp.down_proj` |
-| `layers.{i}.in_proj` | [2·nk·dk + 2·nv·dv + 2·nv, H] | `linear_attn.in_proj_qkv` (q, k, v), `in_proj_z`, `in_proj_a`, `in_proj_b` |
+| `layers.{i}.in_proj` | [2·nk·dk + 2·nv·dv + 2·nv, H] | `linear_attn.in_proj_qkv` (q, k, v), `_z`, `_a`, `_b` |
 | `layers.{i}.conv` | [C, W] | `linear_attn.conv1d.weight` [C, 1, W] |
 | `layers.{i}.A_log`, `.dt_bias`, `.gdn_norm` | [nv], [nv], [dv] | `linear_attn.A_log`, `.dt_bias`, `.norm.weight` |
 | `layers.{i}.out_proj` | [H, nv·dv] | `linear_attn.out_proj` |
@@ -29,7 +29,9 @@ from typing import NamedTuple
 from cortiq_kernels.model.geometry import Geometry
 
 HEAD = "lm_head.weight"
-_VECTORS = frozenset({"input_norm", "post_norm", "conv", "A_log", "dt_bias", "gdn_norm", "q_norm", "k_norm", "final_norm"})
+_VECTORS = frozenset(
+    {"input_norm", "post_norm", "conv", "A_log", "dt_bias", "gdn_norm", "q_norm", "k_norm", "final_norm"}
+)
 
 
 class Slot(NamedTuple):

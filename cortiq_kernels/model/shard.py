@@ -23,19 +23,19 @@ from safetensors import safe_open
 from cortiq_kernels.model.geometry import ModelError
 
 _BITS = {
-    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
-    "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16,
+    "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_LFS = b"version https://git-lfs"
+LFS_POINTER = b"version https://git-lfs"
 _MAX_HEADER = 100_000_000  # the reference library's own limit
 _BLOCK = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: `file` (name inside the directory), `dtype` ("BF16", ...), `shape`, bytes `[start, stop)` after the header."""
+    """Where a tensor lies: `file` (its name), `dtype` ("BF16", ...), `shape`, bytes `[start, stop)` after the header."""
 
     file: str
     dtype: str
@@ -52,13 +52,15 @@ class TensorInfo:
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype of a floating-point tensor; `ModelError` for any other element type."""
         if self.dtype not in FLOATS:
-            raise ModelError(f"{self.file}: got a tensor of type {self.dtype}; expected one of {sorted(FLOATS)}. Convert it.")
+            raise ModelError(
+                f"{self.file}: got a tensor of type {self.dtype}; expected one of {sorted(FLOATS)}. Convert it."
+            )
         return FLOATS[self.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A parsed file: `header` (its bytes after the length), `tensors` in header order, `metadata`, `size` of the file."""
+    """A parsed file: `header` (the JSON's bytes), `metadata`, `tensors` in header order, `size` of the whole file."""
 
     path: Path
     header: bytes
@@ -88,8 +90,9 @@ def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 def read_shard(path: Path) -> Shard:
     """Parse and check one file; reads the header only.
 
-    Raises `ModelError`, naming the file and the cause: missing, broken symlink, Git LFS pointer, 0 bytes, no safetensors,
-    truncated (with both sizes and the number of tensors cut off), too long, or offsets that do not tile the data.
+    Raises `ModelError`, naming the file and the cause: missing, broken symlink, Git LFS pointer, 0 bytes, no
+    safetensors, truncated (with both sizes and the number of tensors cut off), too long, or offsets that do not tile
+    the data.
     """
     again = "Download the file again."
     if not path.is_file():
@@ -97,16 +100,23 @@ def read_shard(path: Path) -> Shard:
         raise ModelError(f"{path}: got {why}; expected a safetensors file. {again}")
     size = path.stat().st_size
     with open(path, "rb") as f:
-        head = f.read(len(_LFS) + 1)
-        if head.startswith(_LFS):
-            raise ModelError(f"{path}: got a Git LFS pointer ({size} bytes of text); expected the weights. Run `git lfs pull`.")
+        head = f.read(len(LFS_POINTER) + 1)
+        if head.startswith(LFS_POINTER):
+            raise ModelError(
+                f"{path}: got a Git LFS pointer ({size} bytes of text); expected the weights. Run `git lfs pull`."
+            )
         if size == 0:
             raise ModelError(f"{path}: got 0 bytes; expected a safetensors file. {again}")
         n = int.from_bytes(head[:8], "little")
         if size < 8 or n > _MAX_HEADER or head[8:9] != b"{":
-            raise ModelError(f"{path}: got {size} bytes that are not safetensors; expected a safetensors header. {again}")
+            raise ModelError(
+                f"{path}: got {size} bytes that are not safetensors; expected a safetensors header. {again}"
+            )
         if size < 8 + n:
-            raise ModelError(f"{path}: got {size} bytes, which end inside the header; expected more than {8 + n} (truncated). {again}")
+            raise ModelError(
+                f"{path}: got {size} bytes, which end inside the header; "
+                f"expected more than {8 + n} (truncated). {again}"
+            )
         f.seek(8)
         header = f.read(n)
     try:
@@ -120,9 +130,14 @@ def read_shard(path: Path) -> Shard:
     end, want = size - 8 - n, max((t.stop for t in tensors.values()), default=0)
     if end < want:
         cut = sum(t.stop > end for t in tensors.values())
-        raise ModelError(f"{path}: got {size} bytes; expected {8 + n + want}: truncated, {cut} of {len(tensors)} tensors cut. {again}")
+        raise ModelError(
+            f"{path}: got {size} bytes; "
+            f"expected {8 + n + want}: truncated, {cut} of {len(tensors)} tensors cut. {again}"
+        )
     if end > want:
-        raise ModelError(f"{path}: got {size} bytes; expected {8 + n + want}: {end - want} bytes belong to no tensor. {again}")
+        raise ModelError(
+            f"{path}: got {size} bytes; expected {8 + n + want}: {end - want} bytes belong to no tensor. {again}"
+        )
     at = 0
     for name, t in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if t.start != at:
@@ -157,12 +172,16 @@ def raw_blocks(shard: Shard, name: str) -> Iterator[bytes]:
         while left:
             block = f.read(min(left, _BLOCK))
             if not block:
-                raise ModelError(f"{shard.path}: got fewer bytes than at the start; expected an unchanged file. Do not write to it.")
+                raise ModelError(
+                    f"{shard.path}: got fewer bytes than at the start; expected an unchanged file. Do not write to it."
+                )
             left -= len(block)
             yield block
 
 
-def plan_copy(shard: Shard, shapes: Mapping[str, tuple[int, ...]], drop: set[str]) -> tuple[bytes, dict[str, TensorInfo]]:
+def plan_copy(
+    shard: Shard, shapes: Mapping[str, tuple[int, ...]], drop: set[str]
+) -> tuple[bytes, dict[str, TensorInfo]]:
     """(header bytes, tensors in data order) of a copy with `shapes` changed and `drop` left out; dtypes are kept.
 
     The header is the original's to the byte when nothing is dropped and no shape changes.
@@ -219,12 +238,16 @@ def write_tensor(f: IO[Any], tensor: torch.Tensor, dtype: torch.dtype, name: str
         t = t.float()
     t = t.to(dtype)
     if not all_finite(t):
-        raise ModelError(f"{name}: got values that are not finite in {dtype}; expected finite ones. Nothing was written.")
+        raise ModelError(
+            f"{name}: got values that are not finite in {dtype}; expected finite ones. Nothing was written."
+        )
     flat = t.cpu().contiguous().reshape(-1)
     f.write(flat.view(torch.uint8).numpy().data)
 
 
-def write_copy(f: IO[Any], shard: Shard, header: bytes, order: Mapping[str, TensorInfo], replace: Mapping[str, torch.Tensor]) -> None:
+def write_copy(
+    f: IO[Any], shard: Shard, header: bytes, order: Mapping[str, TensorInfo], replace: Mapping[str, torch.Tensor]
+) -> None:
     """Write a whole file: `header`, then the tensors of `order`, from `replace` or else from `shard`."""
     f.write(len(header).to_bytes(8, "little") + header)
     for name, t in order.items():

@@ -1,9 +1,9 @@
 """Flat stores of a model's weights, and of what trains.
 
-Matrices lie in one flat plane in the working dtype; norms, conv, `A_log` and `dt_bias` in the accumulation dtype (float64
-if the working dtype is float64, else float32) whatever the working dtype, so they are never rounded. What trains has a
-flat master, gradient and two Adam moments in the accumulation dtype; the plane's tail mirrors the master's matrices,
-rounded to nearest even. `layout` says where each tensor lies; `names` how names map to files.
+Matrices lie in one flat plane in the working dtype; norms, conv, `A_log` and `dt_bias` in the accumulation dtype
+(float64 if the working dtype is float64, else float32) whatever the working dtype, so they are never rounded. What
+trains has a flat master, gradient and two Adam moments in the accumulation dtype; the plane's tail mirrors the
+master's matrices, rounded to nearest even. `layout` says where each tensor lies; `names` how names map to files.
 
     w = Weights.load(open_model(path), dtype=torch.bfloat16, device="cuda", train="layers", train_from=12)
     w["layers.3.gate_up"]                # [2F, H] bfloat16, a view of the plane
@@ -34,6 +34,7 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _view(store: Tensor, span: Span, offset: int = 0) -> Tensor:
+    """The tensor at `span` of a flat store whose section starts at `offset`."""
     return store[offset + span.start : offset + span.stop].view(span.shape)
 
 
@@ -98,7 +99,9 @@ class Weights:
             raise ValueError(f"dtype: got {dtype}; expected one of {list(WORKING_DTYPES)}. Choose a working dtype.")
         self.geometry, self.dtype, self.device = geometry, dtype, torch.device(device)
         self.train, self.train_from, self.first_layer = train, train_from, first_layer
-        self.layout: Layout = plan_layout(geometry, train=train, train_from=train_from, first_layer=first_layer, world=world)
+        self.layout: Layout = plan_layout(
+            geometry, train=train, train_from=train_from, first_layer=first_layer, world=world
+        )
         lay, acc = self.layout, acc_dtype(dtype)
 
         def zeros(n: int, kind: torch.dtype) -> Tensor:
@@ -122,6 +125,7 @@ class Weights:
         self._views |= {k: _view(self.vectors, s) for k, s in lay.frozen_vectors.items()}
         if self.trained is not None:
             self._views |= {k: _view(self.trained.master, s) for k, s in lay.trained_vectors.items()}
+        #: internal names that are held, in the order of `names.slots`
         self.names = [k for k in _names.internal_shapes(geometry) if k in self._views]
         if geometry.tied:
             self._views["head"] = self._views["embed"]
@@ -170,13 +174,15 @@ class Weights:
     ) -> Weights:
         """Weights from scratch, drawn in float32, the same for every `dtype`, `train`, `first_layer` and `world`.
 
-        Matrices normal(0, `std`); zero-centred norms 0; the GDN norm 1; `A_log` = log U(0.01, 16); `dt_bias` 1 (those are
-        transformers' for Qwen3.5); conv U(±1/√W) (transformers draws normal(0, 0.02), which leaves q and k so small that
-        the l2norm's epsilon decides them). `vector_noise` adds normal(0, `vector_noise`) to every vector.
-        `generate_on`: the device that draws. "cpu" gives the same values everywhere; the GPU is quicker for large models.
+        Matrices normal(0, `std`); zero-centred norms 0; the GDN norm 1; `A_log` = log U(0.01, 16); `dt_bias` 1
+        (those are transformers' for Qwen3.5); conv U(±1/√W) (transformers draws normal(0, 0.02), which leaves q and k
+        so small that the l2norm's epsilon decides them). `vector_noise` adds normal(0, `vector_noise`) to every vector.
+        `generate_on`: the device that draws. "cpu" gives the same values everywhere; the GPU is quicker for large
+        models.
         """
         w = cls(
-            geometry, dtype=dtype, device=device, train=train, train_from=train_from, first_layer=first_layer, world=world
+            geometry, dtype=dtype, device=device, train=train, train_from=train_from, first_layer=first_layer,
+            world=world,
         )  # fmt: skip
         gen = torch.Generator(device=generate_on)
         for i, (name, shape) in enumerate(_names.internal_shapes(geometry).items()):
@@ -188,15 +194,24 @@ class Weights:
         return w
 
     def __getitem__(self, name: str) -> Tensor:
-        """View of an internal tensor (module docstring of `names`); `KeyError` saying why if it is not held."""
+        """View of an internal tensor (module docstring of `names`); `KeyError` if it is not held."""
         view = self._views.get(name)
         if view is None:
-            held = f"layers {self.first_layer} to {self.geometry.n_layers - 1}, final_norm and head" if self.first_layer else "all"
-            raise KeyError(f"{name!r}: no such weight here (held: {held})")
+            held = f"final_norm, head and the layers from {self.first_layer}" if self.first_layer else "the whole model"
+            raise KeyError(f"weights: got {name!r}; expected a name in Weights.names ({held}). Check the name.")
         return view
 
     def __contains__(self, name: str) -> bool:
         return name in self._views
+
+    @property
+    def acc_dtype(self) -> torch.dtype:
+        """Dtype of vectors, masters and gradients."""
+        return acc_dtype(self.dtype)
+
+    def grad(self, name: str) -> Tensor | None:
+        """Gradient view of an internal tensor; None if it does not train. A tied head's is the embedding's."""
+        return self.trained.grad_view(self._key(name)) if self.trained is not None and self.trains(name) else None
 
     def trains(self, name: str) -> bool:
         """Whether an internal tensor has a master."""
@@ -206,11 +221,13 @@ class Weights:
         """The tensor that `name` is stored as: a tied head is the embedding."""
         return "embed" if name == "head" and self.geometry.tied else name
 
-    def assign(self, internal: str, value: Tensor, *, rows: tuple[int, int] | None = None, name: str | None = None) -> None:
+    def assign(
+        self, internal: str, value: Tensor, *, rows: tuple[int, int] | None = None, name: str | None = None
+    ) -> None:
         """Set `internal[rows]` (default: all) to `value`, in the view and, where it trains, in the master.
 
-        `value` has the shape of those rows, up to dimensions of 1 (conv). `ModelError` (naming `name`) if it does not fit
-        the dtype.
+        `value` has the shape of those rows, up to dimensions of 1 (conv). `ModelError` (naming `name`) if it does
+        not fit the dtype.
         """
         view = self[internal]
         start, stop = rows or (0, view.shape[0])
@@ -224,14 +241,16 @@ class Weights:
             part.copy_(value)
         if not all_finite(part):
             why = "not finite" if not all_finite(value) else f"beyond the range of {part.dtype}"
-            raise ModelError(f"{name or internal}: got values {why}; expected finite ones. Mend the file, or use another dtype.")
+            raise ModelError(
+                f"{name or internal}: got values {why}; expected finite ones. Mend the file, or use another dtype."
+            )
 
     def ranges(self, from_layer: int = 0) -> list[Range]:
         """Ranges of the trained stores that layers >= `from_layer` train in, in memory order.
 
-        One range per layer for its matrices and one for its vectors; embed, head and final_norm (train="all") a range each,
-        with layer -1. Embed is left out when `from_layer` is above the lowest trained layer: its gradient passes through
-        all layers. [] when nothing trains.
+        One range per layer for its matrices and one for its vectors; embed, head and final_norm (train="all") a
+        range each, with layer -1. Embed is left out when `from_layer` is above the lowest trained layer: its
+        gradient passes through all layers. [] when nothing trains.
         """
         if self.trained is None:
             return []
@@ -241,14 +260,18 @@ class Weights:
         """Published name -> tensor in the published shape, for `write_model`'s `replace`.
 
         `names`: internal names (default: what trains, so {} if nothing does). Trained tensors come from the masters,
-        others as they are held. The tensors are views on `device`: write before the next update. A tied head is exported
-        as the embedding.
+        others as they are held. The tensors are views on `device`: write before the next update. A tied head is
+        exported as the embedding.
         """
         chosen = [self._key(n) for n in names] if names is not None else (self.trained.names if self.trained else [])
         slots = _names.by_internal(self.geometry)
         out: dict[str, Tensor] = {}
         for name in chosen:
-            source = self.trained.master_view(name) if self.trained is not None and name in self.trained.spans else self[name]
+            source = (
+                self.trained.master_view(name)
+                if self.trained is not None and name in self.trained.spans
+                else self[name]
+            )
             for s in slots[name]:
                 out[s.published] = source[s.rows[0] : s.rows[1]].view(s.shape)
         return out
@@ -256,7 +279,9 @@ class Weights:
     def state(self, out: Tensor | None = None) -> Tensor:
         """Copy of the masters on the host (into `out` if given: a flat CPU tensor as an earlier call returned it)."""
         if self.trained is None:
-            raise ValueError("state: got weights that do not train; expected train='layers', 'mlp' or 'all'. Nothing to keep.")
+            raise ValueError(
+                "state: got weights that do not train; expected train='layers', 'mlp' or 'all'. Nothing to keep."
+            )
         if out is None:
             out = torch.empty(self.trained.master.shape, dtype=self.trained.master.dtype, device="cpu")
         return out.copy_(self.trained.master)
@@ -265,7 +290,9 @@ class Weights:
         """Put masters from `state` back and refresh the plane. `ValueError` for another length or dtype."""
         if self.trained is None or state.shape != self.trained.master.shape or state.dtype != self.trained.master.dtype:
             have = "none" if self.trained is None else f"{tuple(self.trained.master.shape)} {self.trained.master.dtype}"
-            raise ValueError(f"load_state: got {tuple(state.shape)} {state.dtype}; expected {have}. Load it with the same settings.")
+            raise ValueError(
+                f"load_state: got {tuple(state.shape)} {state.dtype}; expected {have}. Load it with the same settings."
+            )
         self.trained.master.copy_(state)
         self.trained.refresh_plane()
 
