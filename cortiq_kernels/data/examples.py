@@ -114,8 +114,7 @@ def _check_text(name: str, value: str) -> None:
 def _weight(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
         raise Problem(f'"weight" is {shown(value)}; expected a finite number >= 0')
-    held = np.float32(min(value, 1e39))
-    if not np.isfinite(held) or (held == 0) != (value == 0):
+    if value > float(np.finfo(np.float32).max) or (np.float32(value) == 0) != (value == 0):
         raise Problem(f'"weight" is {shown(value)}; expected a number that float32 can hold')
     return float(value)
 

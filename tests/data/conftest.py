@@ -92,9 +92,8 @@ def write_model_dir(path: Path, *, template: str | None = QWEN_LIKE, trim_offset
     tok.save(str(path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
-    (path / "config.json").write_text(
-        json.dumps({"model_type": "qwen3_5", "text_config": {"eos_token_id": tok.token_to_id("<|endoftext|>")}})
-    )
+    # no model_type: for a known one transformers replaces tokenizer.json's pre-tokenizer with its own
+    (path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": tok.token_to_id("<|endoftext|>")}}))
     (path / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [tok.token_to_id("<|im_end|>"), tok.token_to_id("<|endoftext|>")]})
     )
