@@ -1,0 +1,153 @@
+"""Backward of the stack: `forward.py` read from the bottom up, one call for one call.
+
+`dx` [N, H] is the gradient of the residual stream, in the working dtype. A branch's gradient is `dx` itself (the residual add),
+and each norm adds its share (`+=`). Weight gradients go to the trained store's flat gradient in the accumulation dtype, `=` on
+the first micro-batch of a step and `+=` after (`accumulate`); what is not trained gets none and costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from cortiq_kernels.model.weights import Weights
+from cortiq_kernels.ops.attention import attention_mixer_bwd
+from cortiq_kernels.ops.embedding import embedding_bwd
+from cortiq_kernels.ops.gated_delta import gdn_mixer_bwd
+from cortiq_kernels.ops.linear import linear_bwd_w, linear_bwd_x
+from cortiq_kernels.ops.rms_norm import add_rms_norm_bwd
+from cortiq_kernels.ops.swiglu import swiglu_mlp_bwd
+from cortiq_kernels.step.buffers import Buffers, LayerSlots, cut, mixer_widths
+from cortiq_kernels.step.forward import Sequences, attn_dims, gdn_dims, mixer_out
+
+
+def backward(
+    w: Weights,
+    buf: Buffers,
+    dhidden: Tensor,
+    seqs: Sequences,
+    *,
+    stop: int,
+    accumulate: bool = False,
+    masks: Mapping[int, Tensor] | None = None,
+    dmasks: Mapping[int, Tensor] | None = None,
+) -> Tensor:
+    """Gradient of the hidden states -> gradients of everything trained in layers `stop ..`; returns dx entering `stop`.
+
+    `dmasks` [F] (accumulation dtype, `=`/`+=` like the weights) receives the gradient of each layer's per-neuron gate.
+    """
+    g = w.geometry
+    buf.dx.zero_()
+    add_rms_norm_bwd(
+        dhidden, buf.final_norm, w["final_norm"], dx=buf.dx, dweight=w.grad("final_norm"), accumulate=accumulate
+    )
+    for i in reversed(range(stop, g.n_layers)):
+        mask = masks.get(i) if masks else None
+        dmask = dmasks.get(i) if dmasks else None
+        layer_backward(w, buf, buf.kept[i], i, seqs, accumulate, mask, dmask)
+    return buf.dx
+
+
+def embed_backward(w: Weights, dx: Tensor, tokens: Tensor, *, accumulate: bool) -> None:
+    """Scatter dx [N, H] into the embedding's gradient. A tied head has already written there, so this then adds."""
+    out = w.grad("embed")
+    if out is not None:
+        embedding_bwd(dx, tokens, out=out, accumulate=accumulate or w.geometry.tied)
+
+
+def layer_backward(
+    w: Weights,
+    buf: Buffers,
+    s: LayerSlots,
+    i: int,
+    seqs: Sequences,
+    accumulate: bool,
+    mask: Tensor | None,
+    dmask: Tensor | None,
+) -> None:
+    g, at, dx = w.geometry, f"layers.{i}.", buf.dx
+    f = g.intermediate[i]
+    dact = linear_bwd_x(dx, w[at + "down"], out=cut(buf.dact, f))
+    dgate_up, act, _ = swiglu_mlp_bwd(
+        dact,
+        s.gate_up,
+        mask,
+        dgate_up=cut(buf.dgate_up, 2 * f),
+        act=cut(buf.act, f),
+        dmask=dmask,
+        accumulate=accumulate,
+    )
+    weight_grad(w, at + "down", dx, act, accumulate)
+    weight_grad(w, at + "gate_up", dgate_up, s.n_mlp, accumulate)
+    dn = linear_bwd_x(dgate_up, w[at + "gate_up"], out=buf.dn)
+    add_rms_norm_bwd(
+        dn, s.norm_mlp, w[at + "post_norm"], dx=dx, dweight=w.grad(at + "post_norm"), accumulate=accumulate
+    )
+
+    p, o = mixer_widths(g, i)
+    out_name = at + mixer_out(g, i)
+    weight_grad(w, out_name, dx, s.mix, accumulate)
+    dmix = linear_bwd_x(dx, w[out_name], out=cut(buf.dmix, o))
+    mix_backward = gdn_backward if g.layer_types[i] == "linear_attention" else attn_backward
+    dn = mix_backward(w, s, at, dmix, cut(buf.dproj, p), buf.dn, seqs, accumulate)
+    add_rms_norm_bwd(
+        dn, s.norm_mix, w[at + "input_norm"], dx=dx, dweight=w.grad(at + "input_norm"), accumulate=accumulate
+    )
+
+
+def gdn_backward(
+    w: Weights, s: LayerSlots, at: str, dmix: Tensor, dproj: Tensor, dn: Tensor, seqs: Sequences, accumulate: bool
+) -> Tensor:
+    gdn_mixer_bwd(
+        dmix,
+        s.mixer,
+        w[at + "conv"],
+        w[at + "A_log"],
+        w[at + "dt_bias"],
+        w[at + "gdn_norm"],
+        dims=gdn_dims(w.geometry),
+        cu_seqlens=seqs.cu_seqlens,
+        max_seqlen=seqs.max_seqlen,
+        eps=w.geometry.eps,
+        dproj=dproj,
+        dconv=w.grad(at + "conv"),
+        dA_log=w.grad(at + "A_log"),
+        ddt_bias=w.grad(at + "dt_bias"),
+        dnorm=w.grad(at + "gdn_norm"),
+        accumulate=accumulate,
+        index=seqs.index,
+    )
+    weight_grad(w, at + "in_proj", dproj, s.n_mix, accumulate)
+    return linear_bwd_x(dproj, w[at + "in_proj"], out=dn)
+
+
+def attn_backward(
+    w: Weights, s: LayerSlots, at: str, dmix: Tensor, dproj: Tensor, dn: Tensor, seqs: Sequences, accumulate: bool
+) -> Tensor:
+    attention_mixer_bwd(
+        dmix,
+        s.mixer,
+        w[at + "q_norm"],
+        w[at + "k_norm"],
+        seqs.cos,
+        seqs.sin,
+        dims=attn_dims(w.geometry),
+        cu_seqlens=seqs.cu_seqlens,
+        max_seqlen=seqs.max_seqlen,
+        eps=w.geometry.eps,
+        dproj=dproj,
+        dq_norm=w.grad(at + "q_norm"),
+        dk_norm=w.grad(at + "k_norm"),
+        accumulate=accumulate,
+        index=seqs.index,
+    )
+    weight_grad(w, at + "qkv_proj", dproj, s.n_mix, accumulate)
+    return linear_bwd_x(dproj, w[at + "qkv_proj"], out=dn)
+
+
+def weight_grad(w: Weights, name: str, dy: Tensor, x: Tensor, accumulate: bool) -> None:
+    """dW [O, I] `=`/`+=` dyᵀ x, when the matrix trains."""
+    out = w.grad(name)
+    if out is not None:
+        linear_bwd_w(dy, x, out=out, accumulate=accumulate)

@@ -1,0 +1,117 @@
+"""Preallocated memory of a step: what the forward keeps for the backward, and the scratch that both share.
+
+For N tokens, hidden H, layer width F, projection width P (GDN or attention) and mixer output width O, each layer whose
+activations are kept holds, in the working dtype:
+
+    | slot    | shape   | written by                              | read in the backward by           |
+    |---------|---------|-----------------------------------------|-----------------------------------|
+    | x_mix   | [N, H]  | add_rms_norm before the mixer           | add_rms_norm_bwd                  |
+    | n_mix   | [N, H]  | the same                                | dW of the input projection        |
+    | proj    | [N, P]  | input projection                        | mixer backward                    |
+    | mix     | [N, O]  | mixer                                   | dW of the output projection       |
+    | x_mlp   | [N, H]  | add_rms_norm before the MLP             | add_rms_norm_bwd                  |
+    | n_mlp   | [N, H]  | the same                                | dW of gate/up                     |
+    | gate_up | [N, 2F] | gate/up projection                      | SwiGLU backward (act is recomputed) |
+
+that is N * (4H + P + O + 2F) elements a layer, and what each mixer says it saves. Layers that are not kept (frozen ones, and
+all of them in an evaluation) share one such set. Scratch of any layer: r [N, H] (a branch's output), act [N, F], and the
+gradients dx, dn [N, H], dact [N, F], dgate_up [N, 2F], dproj [N, P], dmix [N, O].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cortiq_kernels.model.geometry import Geometry
+
+
+@dataclass
+class LayerSlots:
+    """One layer's activations; `norm_mix`, `mixer`, `norm_mlp` are what those ops save, filled by the forward."""
+
+    x_mix: Tensor  # [N, H]
+    n_mix: Tensor  # [N, H]
+    proj: Tensor  # [N, P]
+    mix: Tensor  # [N, O]
+    x_mlp: Tensor  # [N, H]
+    n_mlp: Tensor  # [N, H]
+    gate_up: Tensor  # [N, 2F]
+    norm_mix: Any = None
+    mixer: Any = None
+    norm_mlp: Any = None
+
+
+def mixer_widths(geometry: Geometry, layer: int) -> tuple[int, int]:
+    """(projection width P, mixer output width O) of a layer."""
+    if geometry.layer_types[layer] == "linear_attention":
+        return geometry.gdn_width, geometry.nv * geometry.dv
+    return geometry.attn_width, geometry.nq * geometry.hd
+
+
+@dataclass
+class Buffers:
+    """Activations and scratch for `n` tokens of the layers `first ..`, kept from layer `save_from` on (None: nothing is kept).
+
+    Allocated once; a forward or backward over `n` tokens allocates nothing here. `nbytes` is what these buffers take.
+    """
+
+    geometry: Geometry
+    n: int
+    dtype: torch.dtype
+    device: torch.device
+    first: int = 0
+    save_from: int | None = None
+    kept: dict[int, LayerSlots] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        g, layers = self.geometry, range(self.first, self.geometry.n_layers)
+        widths = [mixer_widths(g, i) for i in layers]
+        p_max, o_max = max(p for p, _ in widths), max(o for _, o in widths)
+        f_max = max(g.intermediate[i] for i in layers)
+        self._shared = self._slots(p_max, o_max, f_max)
+        self.r = self._new(g.hidden)
+        self.act = self._new(f_max)
+        self.x_out = self._new(g.hidden)  # residual stream after the last layer
+        self.hidden = self._new(g.hidden)  # final norm's output: the head's input
+        self.final_norm: Any = None
+        if self.save_from is not None:
+            for i in range(max(self.save_from, self.first), g.n_layers):
+                p, o = mixer_widths(g, i)
+                self.kept[i] = self._slots(p, o, g.intermediate[i])
+            self.dx, self.dn, self.dhidden = self._new(g.hidden), self._new(g.hidden), self._new(g.hidden)
+            self.dact, self.dgate_up = self._new(f_max), self._new(2 * f_max)
+            self.dproj, self.dmix = self._new(p_max), self._new(o_max)
+
+    def _new(self, width: int) -> Tensor:
+        return torch.empty(self.n, width, dtype=self.dtype, device=self.device)
+
+    def _slots(self, p: int, o: int, f: int) -> LayerSlots:
+        h = self.geometry.hidden
+        return LayerSlots(
+            self._new(h), self._new(h), self._new(p), self._new(o), self._new(h), self._new(h), self._new(2 * f)
+        )
+
+    def slots(self, layer: int, save: bool) -> LayerSlots:
+        """The slots a layer writes: its own when kept and `save`, else the shared ones, cut to the layer's widths."""
+        if save and layer in self.kept:
+            return self.kept[layer]
+        p, o = mixer_widths(self.geometry, layer)
+        s, f = self._shared, self.geometry.intermediate[layer]
+        return LayerSlots(s.x_mix, s.n_mix, cut(s.proj, p), cut(s.mix, o), s.x_mlp, s.n_mlp, cut(s.gate_up, 2 * f))
+
+    @property
+    def nbytes(self) -> int:
+        own = [t for t in vars(self).values() if isinstance(t, Tensor)]
+        for s in (self._shared, *self.kept.values()):
+            own += [s.x_mix, s.n_mix, s.proj, s.mix, s.x_mlp, s.n_mlp, s.gate_up]
+        return sum(t.numel() * t.element_size() for t in own)
+
+
+def cut(buffer: Tensor, width: int) -> Tensor:
+    """`[N, width]`, contiguous, in the memory of a wider `[N, >= width]` buffer."""
+    n = buffer.shape[0]
+    return buffer.view(-1)[: n * width].view(n, width)

@@ -1,0 +1,150 @@
+"""Forward of the stack, as a list of op calls. `backward.py` is this file read from the bottom up.
+
+Everything is token-major `[N, .]`, N = batch * max_seqlen. A branch's output `r` is added to the residual stream by the next
+norm (`add_rms_norm`), so `x` and `r` travel as a pair from layer to layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from cortiq_kernels.model.geometry import Geometry
+from cortiq_kernels.model.weights import Weights
+from cortiq_kernels.ops.attention import AttnDims, attention_mixer_fwd, rope_table
+from cortiq_kernels.ops.embedding import embedding_fwd
+from cortiq_kernels.ops.gated_delta import GdnDims, gdn_mixer_fwd
+from cortiq_kernels.ops.linear import linear_fwd
+from cortiq_kernels.ops.rms_norm import add_rms_norm_fwd
+from cortiq_kernels.ops.sequences import SeqIndex, sequence_index
+from cortiq_kernels.ops.swiglu import swiglu_mlp_fwd
+from cortiq_kernels.step.buffers import Buffers, LayerSlots, cut
+
+
+class Sequences(NamedTuple):
+    """Where sequences start among N tokens, and what every mixer needs to know of it; built once per batch."""
+
+    cu_seqlens: Tensor  # [S + 1] int32
+    max_seqlen: int
+    index: SeqIndex
+    cos: Tensor  # [max_seqlen, rot / 2]
+    sin: Tensor  # [max_seqlen, rot / 2]
+
+    @classmethod
+    def build(cls, g: Geometry, cu_seqlens: Tensor, max_seqlen: int, n: int, rope: tuple[Tensor, Tensor]) -> Sequences:
+        return cls(cu_seqlens, max_seqlen, sequence_index(cu_seqlens, n), *rope)
+
+
+def rope_for(w: Weights, max_seqlen: int) -> tuple[Tensor, Tensor]:
+    """RoPE tables of positions 0 .. max_seqlen-1 in the accumulation dtype."""
+    g = w.geometry
+    return rope_table(max_seqlen, g.rot, g.rope_theta, w.acc_dtype, w.device)
+
+
+def gdn_dims(g: Geometry) -> GdnDims:
+    return GdnDims(g.nk, g.nv, g.dk, g.dv, g.conv)
+
+
+def attn_dims(g: Geometry) -> AttnDims:
+    return AttnDims(g.nq, g.nkv, g.hd, g.rot)
+
+
+def embed(w: Weights, buf: Buffers, tokens: Tensor) -> Tensor:
+    """tokens [N] int64 -> residual stream [N, H], in the buffers."""
+    return embedding_fwd(tokens, w["embed"], out=buf.x_out)
+
+
+def forward(
+    w: Weights, buf: Buffers, x: Tensor, seqs: Sequences, *, save: bool = True, masks: Mapping[int, Tensor] | None = None
+) -> Tensor:
+    """Residual stream entering layer `buf.first` -> hidden states [N, H] for the head (after the final norm).
+
+    `save` keeps what the backward needs in `buf` (layers from `buf.save_from` on). `masks` maps a layer to its per-neuron
+    gate [F] (absent: 1). `x` may be `buf.x_out`; it is not changed.
+    """
+    x, r = layers_forward(w, buf, x, seqs, buf.first, w.geometry.n_layers, save=save, masks=masks)
+    _, buf.final_norm = add_rms_norm_fwd(x, r, w["final_norm"], w.geometry.eps, x_out=buf.x_out, out=buf.hidden)
+    return buf.hidden
+
+
+def layers_forward(
+    w: Weights,
+    buf: Buffers,
+    x: Tensor,
+    seqs: Sequences,
+    start: int,
+    stop: int,
+    *,
+    save: bool = False,
+    masks: Mapping[int, Tensor] | None = None,
+    after_layer: Callable[[int], None] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Layers start .. stop-1: (x, r) with the residual stream after them being x + r (r None when there are no layers).
+
+    `after_layer(i)` is called when layer i is done; its gated activation is then in `buf.act` (`cut` to its width).
+    """
+    r: Tensor | None = None
+    for i in range(start, stop):
+        mask = masks.get(i) if masks else None
+        x, r = layer_forward(w, buf, buf.slots(i, save), i, x, r, seqs, save and i in buf.kept, mask)
+        if after_layer is not None:
+            after_layer(i)
+    return x, r
+
+
+def layer_forward(
+    w: Weights, buf: Buffers, s: LayerSlots, i: int, x: Tensor, r: Tensor | None, seqs: Sequences, save: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    g, at = w.geometry, f"layers.{i}."
+    n, s.norm_mix = add_rms_norm_fwd(x, r, w[at + "input_norm"], g.eps, x_out=s.x_mix, out=s.n_mix)
+    mix_forward = gdn_forward if g.layer_types[i] == "linear_attention" else attn_forward
+    mix_forward(w, s, at, n, seqs, save)
+    linear_fwd(s.mix, w[at + mixer_out(g, i)], out=buf.r)
+    n, s.norm_mlp = add_rms_norm_fwd(s.x_mix, buf.r, w[at + "post_norm"], g.eps, x_out=s.x_mlp, out=s.n_mlp)
+    linear_fwd(n, w[at + "gate_up"], out=s.gate_up)
+    act = swiglu_mlp_fwd(s.gate_up, mask, out=cut(buf.act, g.intermediate[i]))
+    linear_fwd(act, w[at + "down"], out=buf.r)
+    return s.x_mlp, buf.r
+
+
+def gdn_forward(w: Weights, s: LayerSlots, at: str, n: Tensor, seqs: Sequences, save: bool) -> None:
+    linear_fwd(n, w[at + "in_proj"], out=s.proj)
+    _, s.mixer = gdn_mixer_fwd(
+        s.proj,
+        w[at + "conv"],
+        w[at + "A_log"],
+        w[at + "dt_bias"],
+        w[at + "gdn_norm"],
+        dims=gdn_dims(w.geometry),
+        cu_seqlens=seqs.cu_seqlens,
+        max_seqlen=seqs.max_seqlen,
+        eps=w.geometry.eps,
+        out=s.mix,
+        save=save,
+        index=seqs.index,
+    )
+
+
+def attn_forward(w: Weights, s: LayerSlots, at: str, n: Tensor, seqs: Sequences, save: bool) -> None:
+    linear_fwd(n, w[at + "qkv_proj"], out=s.proj)
+    _, s.mixer = attention_mixer_fwd(
+        s.proj,
+        w[at + "q_norm"],
+        w[at + "k_norm"],
+        seqs.cos,
+        seqs.sin,
+        dims=attn_dims(w.geometry),
+        cu_seqlens=seqs.cu_seqlens,
+        max_seqlen=seqs.max_seqlen,
+        eps=w.geometry.eps,
+        out=s.mix,
+        save=save,
+        index=seqs.index,
+    )
+
+
+def mixer_out(g: Geometry, layer: int) -> str:
+    """Name of the projection from the mixer back to the residual stream."""
+    return "out_proj" if g.layer_types[layer] == "linear_attention" else "o_proj"

@@ -1,0 +1,101 @@
+"""The step on a GPU: right, silent (no host synchronisation), without new memory after the second step, capturable, repeatable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from plain_model import kd_loss
+from tiny import batch, geometry, targets
+
+from cortiq_kernels.model.weights import Weights
+from cortiq_kernels.step import Micro, Trainer
+from cortiq_kernels.step.loss import Targets
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def make(dtype, train="all", case=None, loss_scale=1.0):
+    g = geometry(**(case or dict(layers="LLF", hidden=64, ffn=96, vocab=257, hd=32, dk=16, dv=16)))
+    w = Weights.random(g, seed=1, dtype=dtype, device=torch.device("cuda"), train=train)
+    b = batch([[100, 1, 27], [128], [3, 64, 61]], 130, g.vocab).to("cuda")
+    t = Targets(*targets(b, g.vocab, 7)).to(torch.device("cuda"))
+    return g, w, b, t, Trainer(w, b.tokens.numel(), b.max_seqlen, loss_scale=loss_scale)
+
+
+def errors(dtype):
+    """Relative error of every gradient against float64 autograd from the same (rounded) weights."""
+    g, w, b, t, trainer = make(dtype)
+    p = {n: w[n].detach().double().cpu().requires_grad_() for n in w.names}
+    cpu = b.to("cpu")
+    loss = kd_loss(p, g, cpu, t.ids.cpu(), t.probs.cpu())
+    loss.backward()
+    got = trainer.gradients([Micro(b, t)])
+    errs = {n: ((w.grad(n).double().cpu() - p[n].grad).norm() / p[n].grad.norm()).item() for n in w.names}
+    return abs(float(got) - float(loss)) / float(loss), errs
+
+
+@pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-9), (torch.float32, 1e-4), (torch.float16, 1e-2), (torch.bfloat16, 6e-2)])
+def test_gradients(dtype, bound):
+    loss_err, errs = errors(dtype)
+    assert loss_err < bound, loss_err
+    worst = max(errs, key=errs.get)
+    assert errs[worst] < bound, (worst, errs[worst])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_hidden_synchronisation_and_no_new_memory(dtype):
+    _, w, b, t, trainer = make(dtype)
+    for _ in range(2):
+        trainer.step([Micro(b, t)], 1e-4)
+    torch.cuda.synchronize()
+    reserved = torch.cuda.memory_reserved()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            trainer.step([Micro(b, t)], 1e-4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved() == reserved
+    assert trainer.read().steps == 5
+
+
+def test_two_runs_are_bitwise_equal():
+    grads = []
+    for _ in range(2):
+        _, w, b, t, trainer = make(torch.bfloat16)
+        trainer.gradients([Micro(b, t)])
+        grads.append(w.trained.grad.clone())
+    assert torch.equal(grads[0], grads[1])
+
+
+def test_gradients_replay_as_a_cuda_graph():
+    _, w, b, t, trainer = make(torch.bfloat16)
+    micro = Micro(b, t)
+    want = trainer.gradients([micro]).clone(), w.trained.grad.clone()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        trainer.gradients([micro])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = trainer.gradients([micro])
+    w.trained.grad.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(loss, want[0])
+    assert torch.equal(w.trained.grad, want[1])
+
+
+def test_planted_inf_leaves_every_byte_float16():
+    _, w, b, t, trainer = make(torch.float16, loss_scale=4096.0)
+    trainer.step([Micro(b, t)], 1e-4)
+    t.probs[0, 0] = float("inf")
+    before = [x.clone() for x in (w.trained.master, w.trained.m, w.trained.v, w.trained.plane)]
+    trainer.step([Micro(b, t)], 1e-4)
+    stats = trainer.read()
+    after = (w.trained.master, w.trained.m, w.trained.v, w.trained.plane)
+    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(before, after, strict=True))
+    assert (stats.ok, stats.skipped, stats.scale) == (False, 1, 2048.0)

@@ -1,0 +1,130 @@
+"""Steps that count, steps that do not, and what a training run of a few steps must do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import batch, geometry, targets
+
+from cortiq_kernels.model.weights import Weights
+from cortiq_kernels.step import Evaluator, Micro, Trainer
+from cortiq_kernels.step.loss import Targets, next_token_targets
+
+CPU = torch.device("cpu")
+
+
+def make(dtype=torch.float32, train="all", **kwargs):
+    g = geometry("LLF")
+    w = Weights.random(g, seed=1, dtype=dtype, device=CPU, train=train)
+    b = batch([[30, 40], [64]], 70, g.vocab)
+    return g, w, b, Targets(*targets(b, g.vocab, 4)), Trainer(w, b.tokens.numel(), 70, **kwargs)
+
+
+def snapshot(w: Weights) -> dict[str, torch.Tensor]:
+    t = w.trained
+    flat = {"master": t.master, "m": t.m, "v": t.v} | {n: w[n] for n in w.names}
+    return {k: v.clone() for k, v in flat.items()}
+
+
+def same_bytes(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[k].view(torch.uint8), b[k].view(torch.uint8)) for k in a)
+
+
+def test_loss_falls_and_evaluation_agrees():
+    _, w, b, t, trainer = make()
+    evaluator = Evaluator(w, b.tokens.numel(), 70, trainer.buffers)
+    losses = []
+    for _ in range(12):
+        before = evaluator.loss([Micro(b, t)])
+        trainer.step([Micro(b, t)], rate=3e-3)
+        stats = trainer.read()
+        assert stats.loss == pytest.approx(before, rel=1e-5)
+        losses.append(stats.loss)
+    assert losses[-1] < 0.9 * losses[0]
+    assert stats.steps == 12 and stats.skipped == 0
+
+
+@pytest.mark.parametrize("where", ["weight", "target", "gradient_overflow"])
+@pytest.mark.parametrize("scale", [1.0, 4096.0])
+def test_planted_inf_leaves_every_byte(where, scale):
+    g, w, b, t, trainer = make(loss_scale=scale)
+    trainer.step([Micro(b, t)], rate=1e-3)
+    assert trainer.read().steps == 1
+    if where == "weight":  # a frozen-looking spot: one element of one matrix
+        w["layers.0.down"][0, 0] = float("inf")
+    elif where == "target":
+        t.probs[0, 0] = float("nan")
+    else:
+        w["layers.2.o_proj"].fill_(3e38)
+    before = snapshot(w)
+    trainer.step([Micro(b, t)], rate=1e-3)
+    stats = trainer.read()
+    assert same_bytes(before, snapshot(w))
+    assert not stats.ok and stats.steps == 1 and stats.skipped == 1 and stats.in_row == 1
+    assert stats.scale == max(1.0, scale / 2)
+
+
+def test_an_accepted_step_ends_a_row_of_skips():
+    _, w, b, t, trainer = make(loss_scale=4.0)
+    good = t.probs.clone()
+    for _ in range(3):
+        t.probs[0, 0] = float("nan")
+        trainer.step([Micro(b, t)], rate=1e-3)
+    t.probs.copy_(good)
+    assert trainer.read()[3:] == (0, 3, 3, 1.0)  # steps, skipped, in a row, scale: 4 -> 2 -> 1, floor 1
+    trainer.step([Micro(b, t)], rate=1e-3)
+    assert trainer.read()[3:] == (1, 3, 0, 1.0)
+
+
+def test_loss_scale_changes_nothing_in_exact_arithmetic():
+    runs = []
+    for scale in (1.0, 1024.0):
+        _, w, b, t, trainer = make(dtype=torch.float64, loss_scale=scale)
+        for _ in range(3):
+            trainer.step([Micro(b, t)], rate=1e-3)
+        runs.append(w.trained.master.clone())
+    assert (runs[0] - runs[1]).abs().max() < 1e-12
+
+
+def test_matches_torch_adam_with_clipping():
+    g, w, b, t, trainer = make(dtype=torch.float64)
+    start = w.trained.master.clone()
+    leaf = start.clone().requires_grad_()
+    adam = torch.optim.Adam([leaf], lr=1e-2)
+    for _ in range(5):
+        trainer.gradients([Micro(b, t)])
+        leaf.grad = w.trained.grad.clone()
+        torch.nn.utils.clip_grad_norm_([leaf], 1.0)
+        adam.step()
+        trainer.step([Micro(b, t)], rate=1e-2)
+        assert (leaf - w.trained.master).abs().max() < 1e-7  # torch clips with norm + 1e-6
+    assert (start - w.trained.master).abs().max() > 1e-3
+
+
+def test_window_and_factor_only_move_what_they_should():
+    g, w, b, t, trainer = make(dtype=torch.float64, train="layers")
+    before = {n: w[n].clone() for n in w.names}
+    trainer.step([Micro(b, t)], rate=1e-3, from_layer=1, factor=lambda layer: 0.5 if layer == 2 else 1.0)
+    for name in before:
+        moved = (w[name] - before[name]).abs().max().item()
+        layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
+        # Adam's first step moves an element by almost exactly its rate
+        want = {1: 1e-3, 2: 0.5e-3}.get(layer, 0.0)
+        assert moved == pytest.approx(want, rel=1e-2), name
+
+
+def test_next_token_targets_are_the_batch_s_own():
+    g, w, b, _, _ = make()
+    t = next_token_targets(b)
+    assert torch.equal(t.ids[:, 0].long(), b.next_ids[b.row_index.long()])
+    logits = Evaluator(w, b.tokens.numel(), 70).hidden(b) @ w["head"].T
+    rows = b.row_index.long()
+    ce = torch.nn.functional.cross_entropy(logits[rows], b.next_ids[rows], reduction="none")
+    want = float((ce * b.row_weight).sum() / b.weight_sum)
+    assert Evaluator(w, b.tokens.numel(), 70).loss([Micro(b, t)]) == pytest.approx(want, rel=1e-5)
+
+
+def test_training_nothing_is_refused():
+    w = Weights.random(geometry("LF"), seed=0, dtype=torch.float32, device=CPU)
+    with pytest.raises(ValueError, match="train"):
+        Trainer(w, 8, 8)
