@@ -264,7 +264,6 @@ class _Grid:
         self.q = self.heads(q.mul_(dims.hd**-0.5))
         self.k = self.heads(k).squeeze(2)
         self.v = self.heads(columns.v.to(acc)).squeeze(2)
-        self.nkv = dims.nkv
 
     def heads(self, x: Tensor) -> Tensor:
         """[N, heads, d] by token -> [B, nkv, heads/nkv, T, d] by head, contiguous."""
@@ -275,7 +274,8 @@ class _Grid:
     def tokens(self, x: Tensor) -> Tensor:
         """[B, nkv, (G,) T, hd] by head -> [N, heads, hd] by token."""
         x = x if x.dim() == 5 else x.unsqueeze(2)
-        return x.permute(0, 3, 1, 2, 4).reshape(self.batch * self.window, -1, x.shape[-1])
+        heads = x.shape[1] * x.shape[2]
+        return x.permute(0, 3, 1, 2, 4).reshape(self.batch * self.window, heads, x.shape[-1])
 
     def scores(self, start: int) -> tuple[Tensor, int, int]:
         """Masked scores of one block of queries. -> ([B, nkv, G*Q, stop - lo], first key, one past the last key)."""
