@@ -1,0 +1,60 @@
+"""Settings of `fold`. No torch here: the command line reads this before anything heavy is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cortiq_kernels.recipes.errors import need
+
+
+@dataclass(frozen=True)
+class FoldConfig:
+    """Narrow every MLP to the neurons that your train records use most, and write the smaller directory.
+
+    A neuron's importance is E[act^2] * |its column of down_proj|^2. All layers get the same width, so any runtime loads
+    the result. Nothing is repaired: heal it afterwards.
+    """
+
+    model: Path
+    """model directory to fold"""
+    data: Path
+    """records, JSONL or parquet; the train split is used"""
+    out: Path
+    """directory to write; must not exist, or be empty"""
+    keep: float = 0.5
+    """share of the neurons to keep, in (0, 1]; the width is rounded up to a multiple of `align`"""
+    width: int | None = None
+    """width to keep exactly, instead of `keep`"""
+    align: int = 32
+    """multiple that GPUs like the width to be"""
+    max_batches: int | None = None
+    """stop measuring after so many batches; default all"""
+    window: int = 2048
+    """tokens of a window"""
+    batch: int = 4
+    """windows of a batch"""
+    dtype: Literal["bf16", "f16", "f32", "f64"] | None = None
+    """working precision of the measurement; default bf16 on a GPU, f32 on a CPU"""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N"""
+    log: Path | None = None
+    """run log (JSONL); default OUT.log.jsonl"""
+
+    def check(self) -> None:
+        """Refuse settings that no data or model could make right; raises `InputError`."""
+        need(0 < self.keep <= 1, "fold: keep", self.keep, "a fraction in (0, 1]", "Set --keep, for instance 0.5.")
+        for name, least in (("align", 1), ("window", 2), ("batch", 1)):
+            value = getattr(self, name)
+            need(value >= least, f"fold: {name}", value, f"at least {least}", f"Set --{name}.")
+        need(self.width is None or self.width >= 1, "fold: width", self.width, "at least 1", "Set --width.")
+        need(self.max_batches is None or self.max_batches >= 1, "fold: max_batches", self.max_batches, "at least 1",
+             "Set --max-batches.")  # fmt: skip
+
+    def target_width(self, f: int) -> int:
+        """Width to keep of `f` neurons: `width` as it is, or keep * f rounded up to `align`, at most f."""
+        if self.width is not None:
+            return self.width
+        wanted = max(1, round(self.keep * f))
+        return min(-(-wanted // self.align) * self.align, f)

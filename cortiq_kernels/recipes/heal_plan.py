@@ -1,0 +1,164 @@
+"""Everything that `heal` decides before it works: all refusals, and what a dry run shows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cortiq_kernels import backend
+from cortiq_kernels.data.batches import Batch, Batches, eval_batches, train_batches
+from cortiq_kernels.data.records import Dataset
+from cortiq_kernels.data.windows import pack
+from cortiq_kernels.model import names
+from cortiq_kernels.model.geometry import Geometry
+from cortiq_kernels.model.hf import ModelDir, check_destination, open_model
+from cortiq_kernels.model.layout import plan_layout
+from cortiq_kernels.recipes.errors import need
+from cortiq_kernels.recipes.heal_config import HealConfig
+from cortiq_kernels.recipes.inputs import Joined, check_same_tokens, geometry_summary, layer_parameters, load_for
+from cortiq_kernels.recipes.prefix import PrefixPlan, plan_prefix
+from cortiq_kernels.recipes.schedule import total_steps
+from cortiq_kernels.recipes.targets import TargetStore, asked_topk
+from cortiq_kernels.step import Buffers
+
+HOST_SHARE = 0.3  # of the host memory available, for the prefix cache, and again for the targets
+
+
+@dataclass(frozen=True)
+class HealPlan:
+    """Opened inputs and decisions. `per_epoch` is steps a pass (the last one may have fewer micro-batches), `steps`
+    is T.
+    """
+
+    cfg: HealConfig
+    device: backend.DeviceChoice
+    dtype: backend.DtypeChoice
+    student: ModelDir
+    teacher: ModelDir | None
+    dataset: Dataset
+    train: Batches
+    val: Batches
+    per_epoch: int
+    steps: int
+    topk: int
+    prefix: PrefixPlan | None
+    target_spill: int
+    notes: list[str]
+
+    @property
+    def batches(self) -> Joined[Batch]:
+        """Train batches, then val batches: the order of targets and prefix streams."""
+        return Joined(self.train, self.val)
+
+    @property
+    def n(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.cfg.batch * self.cfg.window
+
+    @property
+    def first_layer(self) -> int:
+        """First layer that the student holds while it trains."""
+        return self.cfg.train_from if self.prefix and self.prefix.dtype else 0
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-able summary: geometry, data, steps, device, precision, memory, each choice with its reason."""
+        cfg, g = self.cfg, self.student.geometry
+        return {
+            "recipe": "heal",
+            "student": {"path": str(self.student.path), **geometry_summary(g)},
+            "teacher": {"path": str(self.teacher.path), **geometry_summary(self.teacher.geometry)}
+            if self.teacher
+            else None,
+            "data": {
+                "path": str(cfg.data),
+                "sha256": self.dataset.data_hash,
+                "records": self.dataset.counts,
+                "train_batches": len(self.train),
+                "val_batches": len(self.val),
+            },
+            "loss": self.cfg.loss_name,
+            "topk": self.topk,
+            "trained_parameters": trained_parameters(g, cfg.train, cfg.train_from),
+            "steps": self.steps,
+            "steps_per_epoch": self.per_epoch,
+            "tokens_per_step": self.n * min(cfg.accumulate, len(self.train)),
+            "device": backend.describe(self.device.device),
+            "device_reason": self.device.reason,
+            "dtype": backend.dtype_name(self.dtype.dtype),
+            "dtype_reason": self.dtype.reason,
+            "prefix": self.prefix.reason if self.prefix else "no frozen layers",
+            "memory": self.memory(),
+            "out": str(cfg.out),
+            "notes": self.notes,
+        }
+
+    def memory(self) -> dict[str, int]:
+        """Estimated bytes: the student with its optimizer, activations (without what mixers save), the teacher (which
+        is gone before the student comes), host caches; and what is free.
+        """
+        cfg, g, dtype = self.cfg, self.student.geometry, self.dtype.dtype
+        layout = plan_layout(g, train=cfg.train, train_from=cfg.train_from, first_layer=self.first_layer)
+        buffers = Buffers(g, self.n, dtype, torch.device("meta"), first=self.first_layer, save_from=cfg.train_from)
+        rows = sum(b.n_scored for b in self.batches) if self.teacher else 0
+        return {
+            "student_and_optimizer": layout.nbytes(dtype.itemsize),
+            "activations": buffers.nbytes,
+            "teacher": plan_layout(self.teacher.geometry).nbytes(dtype.itemsize) if self.teacher else 0,
+            "host_targets": TargetStore.bytes_for(rows, self.topk) if self.teacher else 0,
+            "host_prefix": self.prefix.nbytes if self.prefix and self.prefix.dtype else 0,
+            "free": backend.free_bytes(self.device.device),
+            "host_free": backend.host_free_bytes(),
+        }
+
+
+def plan_heal(cfg: HealConfig) -> HealPlan:
+    """Open and check everything; raises InputError, ModelError, DataError or ValueError before any weight is read."""
+    cfg.check()
+    device = backend.pick_device(cfg.device)
+    dtype = backend.pick_dtype(cfg.dtype, device.device)
+    student = open_model(cfg.student)
+    g = student.geometry
+    check_destination(student.path, cfg.out, student.total_bytes())
+    last = g.n_layers - 1
+    need(cfg.train_from <= last, "heal: train_from", cfg.train_from, f"0 .. {last} (layers)", "Set --train-from.")
+    teacher = None
+    if cfg.alpha < 1.0:
+        assert cfg.teacher is not None
+        teacher = open_model(cfg.teacher)
+        check_same_tokens(teacher, student, "teacher", "student")
+        check_destination(teacher.path, cfg.out, 0)
+    dataset, pad_id = load_for(student, cfg.data, cfg.loss_on, ("train", "val"))
+    packed = {s: pack(dataset.split(s), cfg.window, cfg.packing, pad_id) for s in ("train", "val")}
+    train = train_batches(packed["train"].windows, cfg.batch)
+    val = eval_batches(packed["val"].windows, cfg.batch, pad_id=pad_id)
+    notes = list(dataset.notes)
+    if cfg.packing == "records" and (cut := packed["train"].cut + packed["val"].cut):
+        notes.append(
+            f"{cut} records are longer than the window of {cfg.window} tokens and were cut; each piece starts fresh"
+        )
+    if train.dropped:
+        notes.append(f"{train.dropped} train windows beyond the last full batch are not used")
+    if cfg.teacher is not None and teacher is None:
+        notes.append("ce is 1: the teacher is not opened")
+    host = int(HOST_SHARE * backend.host_free_bytes())
+    prefix = None
+    if cfg.train_from > 0:
+        prefix = plan_prefix(len(train) + len(val), cfg.batch * cfg.window, g.hidden, dtype.dtype, host)
+    per_epoch = math.ceil(len(train) / cfg.accumulate)
+    return HealPlan(
+        cfg, device, dtype, student, teacher, dataset, train, val, per_epoch, total_steps(cfg.epochs, per_epoch),
+        asked_topk(cfg.topk, cfg.alpha, g.vocab), prefix, host, notes,
+    )  # fmt: skip
+
+
+def trained_parameters(g: Geometry, train: str, train_from: int) -> int:
+    """Parameters that train: "all", whole "layers" from `train_from` on, or their "mlp"."""
+    if train == "all":
+        return names.parameter_count(g)
+    layers = range(train_from, g.n_layers)
+    if train == "mlp":
+        return sum(3 * g.intermediate[i] * g.hidden for i in layers)
+    return sum(layer_parameters(g, i) for i in layers)

@@ -1,0 +1,110 @@
+"""Opening what every recipe reads: a model directory's tokenizer, its records, and whether two models can be
+compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from cortiq_kernels.data.records import Dataset, load_records
+from cortiq_kernels.data.tokens import Tokenizer
+from cortiq_kernels.model import names
+from cortiq_kernels.model.geometry import Geometry
+from cortiq_kernels.model.hf import ModelDir
+from cortiq_kernels.recipes.errors import refuse
+
+Progress = Callable[[dict[str, Any]], None]
+T = TypeVar("T")
+
+
+def silent(event: dict[str, Any]) -> None:
+    """A `progress` that says nothing."""
+
+
+class Ticks:
+    """Progress of one phase: emits {"event": "tick", "phase", "done", "of"} for every call with the number done so
+    far.
+    """
+
+    def __init__(self, progress: Progress, phase: str, of: int):
+        self.progress, self.phase, self.of = progress, phase, of
+
+    def __call__(self, done: int) -> None:
+        self.progress({"event": "tick", "phase": self.phase, "done": done, "of": self.of})
+
+
+class Joined(Sequence[T]):
+    """Two sequences as one, without building either."""
+
+    def __init__(self, first: Sequence[T], second: Sequence[T]):
+        self.first, self.second = first, second
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
+
+    def __getitem__(self, i: Any) -> Any:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        n = len(self.first)
+        return self.first[i] if i < n else self.second[i - n]
+
+
+class Records(NamedTuple):
+    """Loaded records and the id that pads them."""
+
+    dataset: Dataset
+    pad_id: int
+
+
+def load_for(model: ModelDir, data: Path, loss_on: str, splits: Sequence[str]) -> Records:
+    """Records of `splits`, tokenised for `model`; a directory without a tokenizer does for records of ids."""
+    tokenizer = tokenizer_of(model)
+    dataset = load_records(data, tokenizer, loss_on=loss_on, splits=splits, vocab=model.geometry.vocab)
+    eos = tokenizer.eos_ids if tokenizer else model.geometry.eos_ids
+    return Records(dataset, eos[0] if eos else 0)
+
+
+def tokenizer_of(model: ModelDir) -> Tokenizer | None:
+    """The directory's tokenizer, or None without a tokenizer.json."""
+    return Tokenizer(model.path) if (model.path / "tokenizer.json").is_file() else None
+
+
+def check_same_tokens(a: ModelDir, b: ModelDir, a_name: str, b_name: str) -> None:
+    """Refuse two models whose token ids do not mean the same: sizes of vocabularies, and tokenizers."""
+    if a.geometry.vocab != b.geometry.vocab:
+        raise refuse(
+            f"{a_name} and {b_name}",
+            f"vocabularies of {a.geometry.vocab} ({a.path}) and {b.geometry.vocab} ({b.path})",
+            "one vocabulary",
+            "Use models of one family.",
+        )
+    ours, theirs = tokenizer_of(a), tokenizer_of(b)
+    if ours and theirs and ours.fingerprint != theirs.fingerprint:
+        raise refuse(
+            f"{a_name} and {b_name}",
+            f"different tokenizers ({a.path / 'tokenizer.json'} and {b.path / 'tokenizer.json'})",
+            "the same one",
+            "Their token ids would not mean the same. Use models of one family.",
+        )
+
+
+def layer_parameters(g: Geometry, i: int) -> int:
+    """Parameters of layer i."""
+    return sum(math.prod(s.shape) for s in names.layer_slots(g, i))
+
+
+def geometry_summary(g: Geometry) -> dict[str, Any]:
+    """Sizes for people and logs."""
+    f = sorted(set(g.intermediate))
+    return {
+        "layers": g.n_layers,
+        "full_attention_layers": sum(g.is_full(i) for i in range(g.n_layers)),
+        "hidden": g.hidden,
+        "ffn": f[0] if len(f) == 1 else list(g.intermediate),
+        "vocab": g.vocab,
+        "tied": g.tied,
+        "parameters": names.parameter_count(g),
+    }

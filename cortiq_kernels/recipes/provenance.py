@@ -1,0 +1,39 @@
+"""What a written directory says about where it came from (`provenance` in cortiq.json)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from cortiq_kernels import backend
+from cortiq_kernels.model.hf import ModelDir
+
+
+def provenance(recipe: str, cfg: Any, *, model: ModelDir, data_hash: str, **results: Any) -> dict[str, Any]:
+    """JSON-able: the recipe, every setting, the model it started from, the data's hash, versions, and `results`."""
+    return {
+        "recipe": recipe,
+        "settings": settings(cfg),
+        "model": str(model.path),
+        "data_sha256": data_hash,
+        "versions": backend.versions(),
+        **{k: plain(v) for k, v in results.items()},
+    }
+
+
+def settings(cfg: Any) -> dict[str, Any]:
+    """Fields of a config dataclass as JSON values."""
+    return {f.name: plain(getattr(cfg, f.name)) for f in dataclasses.fields(cfg)}
+
+
+def plain(value: Any) -> Any:
+    """A JSON value: paths as text, tuples as lists, numbers that JSON lacks (NaN, infinity) as null."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, tuple | list) else value

@@ -1,0 +1,145 @@
+"""The live view of a run, on stderr: a progress bar on a terminal, plain lines anywhere else.
+
+Plain lines carry no carriage return and no escape sequence, and there are few of them: every evaluation and note,
+and of steps and ticks at most one each `every` seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import IO, Any
+
+
+def seconds(s: float) -> str:
+    """A duration for people: 8s, 3m20s, 2h05m."""
+    s = round(s)
+    if s < 60:
+        return f"{s}s"
+    return f"{s // 60}m{s % 60:02d}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02d}m"
+
+
+def number(x: float | None, digits: int = 4) -> str:
+    """A measured value: fixed digits, or 'not finite'."""
+    return "not finite" if x is None or x != x or abs(x) == float("inf") else f"{x:.{digits}f}"
+
+
+def line(e: dict[str, Any]) -> str | None:
+    """One line of text for an event; None for those that have none."""
+    kind = e["event"]
+    if kind == "plan":
+        return plan_line(e)
+    if kind == "note":
+        return f"note: {e['text']}"
+    if kind == "tick":
+        return f"{e['phase']}: {e['done']}/{e['of']}"
+    if kind == "step":
+        return f"step {e['step']}/{e['of']}  {step_numbers(e)}"
+    if kind == "skip":
+        return (
+            f"step {e['step']} skipped: loss {number(e['loss'])}, |g| {number(e['norm'], 3)} "
+            f"({e['in_row']} in a row, {e['skipped']} in all)"
+        )
+    if kind == "eval":
+        best = "best so far" if e["improved"] else f"best {number(e['best'])} at step {e['best_step']}"
+        return f"held-out {e['loss_name']} {number(e['loss'])} after step {e['step']}/{e['of']} ({best})"
+    if kind == "write":
+        return f"writing {e['out']}"
+    return None
+
+
+def step_numbers(e: dict[str, Any]) -> str:
+    """Loss, gradient norm, rate, speed and time left of a step."""
+    return (
+        f"{e['loss_name']} {number(e['loss'])}  |g| {number(e['norm'], 3)}  rate {e['rate']:.2e}  "
+        f"{e['seconds']:.2f} s/step  {e['tokens_per_s']:,.0f} tokens/s  {seconds(e['left_s'])} left"
+    )
+
+
+def plan_line(e: dict[str, Any]) -> str:
+    """Where and in what precision a run works, and why."""
+    head = f"{e['recipe']} on {e['device']} ({e['device_reason']}), {e['dtype']} ({e['dtype_reason']})"
+    return f"{head}, {e['steps']} steps" if "steps" in e else head
+
+
+class PlainView:
+    """Lines to a stream that is not a terminal."""
+
+    def __init__(self, stream: IO[str], every: float = 10.0):
+        self.stream, self.every = stream, every
+        self._last = 0.0
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def __call__(self, e: dict[str, Any]) -> None:
+        """Show one event."""
+        if e["event"] in ("step", "tick"):
+            done = e.get("done", e.get("step"))
+            if time.monotonic() - self._last < self.every and done != e["of"]:
+                return
+            self._last = time.monotonic()
+        text = line(e)
+        if text is not None:
+            self.stream.write(text.replace("\r", " ").replace("\n", "; ") + "\n")
+            self.stream.flush()
+
+
+class LiveView:
+    """A progress bar of the current phase, with evaluations and notes above it."""
+
+    def __init__(self, stream: IO[str]):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self.console = Console(file=stream, highlight=False)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[info]}"),
+        )
+        self.progress = Progress(*columns, console=self.console, transient=True)
+        self._phase: str | None = None
+        self._task: Any = None
+        self._began = 0.0
+
+    def __enter__(self) -> LiveView:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.progress.stop()
+
+    def __call__(self, e: dict[str, Any]) -> None:
+        """Show one event."""
+        if e["event"] == "tick":
+            left = self._left(e["phase"], e["done"], e["of"])
+            self._bar(e["phase"], e["done"], e["of"], f"{seconds(left)} left" if left is not None else "")
+        elif e["event"] == "step":
+            self._bar("train", e["step"], e["of"], step_numbers(e))
+        else:
+            text = line(e)
+            if text is not None:
+                self.console.print(text, markup=False, soft_wrap=True)
+
+    def _left(self, phase: str, done: int, of: int) -> float | None:
+        now = time.monotonic()
+        if phase != self._phase:
+            self._began = now
+            return None
+        return (now - self._began) / max(done - 1, 1) * (of - done)
+
+    def _bar(self, phase: str, done: int, of: int, info: str) -> None:
+        if phase != self._phase:
+            if self._task is not None:
+                self.progress.remove_task(self._task)
+            self._phase, self._task = phase, self.progress.add_task(phase, total=of, info=info)
+        self.progress.update(self._task, completed=done, info=info)
+
+
+def view_for(stream: IO[str]) -> PlainView | LiveView:
+    """The live view on a terminal, plain lines elsewhere."""
+    return LiveView(stream) if stream.isatty() else PlainView(stream)

@@ -1,0 +1,121 @@
+"""Plans and results as text for people: what was decided; what changed, where it is, and what to type next."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from cortiq_kernels.report.console import number, seconds
+
+
+def size(n: int) -> str:
+    """Bytes for people."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if n >= scale:
+            return f"{n / scale:.1f} {unit}"
+    return f"{n} B"
+
+
+def count(n: int) -> str:
+    """A large number for people."""
+    for unit, scale in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if n >= scale:
+            return f"{n / scale:.2f}{unit}"
+    return str(n)
+
+
+def plan_text(plan: dict[str, Any]) -> str:
+    """A dry run's result: one line a decision."""
+    lines = [f"{plan['recipe']}: a dry run; nothing was written"]
+    models = {k: plan[k] for k in ("student", "teacher", "model") if plan.get(k)} | plan.get("models", {})
+    lines += [f"  {name:16}{model_text(m)}" for name, m in models.items()]
+    data = plan["data"]
+    facts = [f"{v} {k.replace('_', ' ')}" for k, v in data.items() if isinstance(v, int)]
+    facts += [f"{v} {k} scored tokens" for k, v in data.get("scored_tokens", {}).items()]
+    lines.append(f"  {'data':16}{data['path']}: {', '.join(facts)}")
+    if "steps" in plan:
+        lines.append(
+            f"  {'steps':16}{plan['steps']} of {plan['tokens_per_step']} tokens ({plan['steps_per_epoch']} a pass), "
+            f"{plan['loss']} loss, {count(plan['trained_parameters'])} weights train"
+        )
+        lines.append(f"  {'prefix':16}{plan['prefix']}")
+    if "width" in plan:
+        lines.append(f"  {'width':16}{plan['width']}: {count(plan['parameters_after'])} parameters remain")
+    lines.append(f"  {'device':16}{plan['device']}: {plan['device_reason']}")
+    lines.append(f"  {'precision':16}{plan['dtype']}: {plan['dtype_reason']}")
+    memory = ", ".join(f"{k.replace('_', ' ')} {size(v)}" for k, v in plan["memory"].items())
+    lines.append(f"  {'memory':16}{memory}")
+    lines += [f"  {'note':16}{note}" for note in plan["notes"]]
+    return "\n".join(lines)
+
+
+def model_text(m: dict[str, Any]) -> str:
+    """A geometry in words."""
+    return (
+        f"{m['path']}: {m['layers']} layers ({m['full_attention_layers']} full attention), hidden {m['hidden']}, "
+        f"ffn {m['ffn']}, vocabulary {m['vocab']}, {count(m['parameters'])} parameters"
+    )
+
+
+def result_text(name: str, cfg: Any, report: dict[str, Any], log: str | None) -> str:
+    """The end of a run."""
+    lines = [f"note: {note}" for note in report["notes"]] if name == "fold" else []
+    lines += {"heal": heal_lines, "score": score_lines, "fold": fold_lines}[name](cfg, report)
+    if log:
+        lines.insert(-1, f"run log: {log}")
+    return "\n".join(lines)
+
+
+def heal_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
+    """What healing changed."""
+    loss, last = r["loss_name"], f"step {r['best_step']} of {r['steps']}"
+    if r["best_step"] == 0:
+        head = f"not healed: no step of {r['steps']} improved the held-out {loss} {number(r['loss_start'])}; "
+        head += "the weights are the student's own"
+    else:
+        head = f"healed: held-out {loss} {number(r['loss_start'])} -> {number(r['loss_best'])} (best at {last}, "
+        head += f"{count(r['trained_parameters'])} weights trained)"
+    speed = f"{r['seconds_per_step']:.2f} s/step, {r['tokens_per_second']:,.0f} tokens/s, "
+    speed += f"teacher {seconds(r['teacher_seconds'])}, {seconds(r['seconds'])} in all"
+    speed += f", {r['skipped']} steps skipped" if r["skipped"] else ""
+    models = [str(p) for p in (cfg.teacher, cfg.student) if p] + [r["out"]]
+    return [head, speed, f"wrote {r['out']}; next: {command('score', '--models', *models, '--data', str(cfg.data))}"]
+
+
+def fold_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
+    """What folding changed."""
+    before, low = sorted(set(r["width_before"])), min(r["kept_energy"])
+    mean = sum(r["kept_energy"]) / len(r["kept_energy"])
+    was = str(before[0]) if len(before) == 1 else f"{before[0]} to {before[-1]}"
+    sizes = f"{count(r['parameters_before'])} -> {count(r['parameters_after'])} parameters"
+    head = f"folded: MLP width {was} -> {r['width']}, {sizes}; kept energy {mean:.1%} on average, "
+    head += f"{low:.1%} in layer {r['kept_energy'].index(low)} (the least)"
+    healed = r["out"].rstrip("/") + "-healed"
+    args = ("--student", r["out"], "--teacher", str(cfg.model), "--data", str(cfg.data), "--out", healed)
+    return [head, f"wrote {r['out']}; next: {command('heal', *args)}"]
+
+
+def score_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
+    """The table of a score."""
+    rows = [("model", "split", "category", "NLL", "perplexity", "tokens", "records", "top-1 agreement", "KL to source")]
+    for s in r["rows"]:
+        same = "" if s["agreement"] is None else f"{s['agreement']:.1%}"
+        kl = "" if s["kl"] is None else number(s["kl"])
+        where = (s["model"], s["split"], s["category"] or "all")
+        rows.append(
+            (*where, number(s["nll"]), number(s["perplexity"], 3), str(s["count"]), str(s["records"]), same, kl)
+        )
+    columns = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
+    wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    text = [
+        "  ".join(row[i].ljust(wide[i]) if i < 3 else row[i].rjust(wide[i]) for i in columns).rstrip() for row in rows
+    ]
+    saved = f", {cfg.out} written" if cfg.out else ""
+    tokens = {s["split"]: s["count"] for s in r["rows"] if s["category"] is None}
+    measured = ", ".join(f"{n} {split} tokens" for split, n in tokens.items())
+    return [*text, f"scored {len(r['models'])} model(s) on {measured} in {r['dtype']} on {r['device']}{saved}"]
+
+
+def command(recipe: str, *args: str) -> str:
+    """A command line to type."""
+    return f"cortiq {recipe} {shlex.join(args)}"
