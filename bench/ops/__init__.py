@@ -1,0 +1,1 @@
+"""One file an op; each defines `ENTRY`. A new file is found by itself."""

@@ -1,0 +1,56 @@
+"""Residual add and RMS norm, as before every mixer and MLP."""
+
+from __future__ import annotations
+
+import torch
+
+from bench.geometries import by_geometry
+from bench.registry import Calls, Inputs, Op, Results, Sizes, Work, acc_dtype, blank, normal
+from cortiq_kernels.ops.rms_norm import add_rms_norm_bwd, add_rms_norm_fwd, rms_norm_ref
+
+EPS = 1e-6
+
+
+def inputs(sizes: Sizes, dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Inputs:
+    n, h = sizes["n"], sizes["h"]
+    acts = {name: normal(gen, (n, h), dtype) for name in ("x", "r", "dy")}
+    return acts | {"weight": normal(gen, (h,), acc_dtype(dtype), 0.1)}
+
+
+def calls(t: Inputs, sizes: Sizes) -> Calls:
+    x, weight = t["x"], t["weight"]
+    x_out, y, dx, dweight = blank(x.shape, x), blank(x.shape, x), torch.zeros_like(x), blank(weight.shape, weight)
+
+    def fwd() -> Results:
+        add_rms_norm_fwd(x, t["r"], weight, EPS, x_out=x_out, out=y)
+        return {"y": y, "x_out": x_out}
+
+    _, saved = add_rms_norm_fwd(x, t["r"], weight, EPS, x_out=x_out.clone())
+
+    def bwd() -> Results:
+        add_rms_norm_bwd(t["dy"], saved, weight, dx=dx, dweight=dweight)  # dx +=, from zero on the first call
+        return {"dx": dx, "dweight": dweight}
+
+    return {"fwd": fwd, "bwd": bwd}
+
+
+def reference(t: Inputs, sizes: Sizes) -> Results:
+    x = t["x"] + t["r"]
+    return {"y": rms_norm_ref(x, t["weight"], EPS), "x_out": x}
+
+
+def work(sizes: Sizes, dtype: torch.dtype) -> dict[str, Work]:
+    four = 4 * sizes["n"] * sizes["h"] * dtype.itemsize  # fwd: x r -> x_out y; bwd: dy x dx -> dx
+    return {"fwd": Work(0, four), "bwd": Work(0, four)}
+
+
+ENTRY = Op(
+    name="rms_norm",
+    shapes=by_geometry(lambda g: {"h": g.hidden}),
+    gate={"n": 65},
+    inputs=inputs,
+    calls=calls,
+    reference=reference,
+    grads={"dx": "x", "dweight": "weight"},
+    work=work,
+)
