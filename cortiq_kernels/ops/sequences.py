@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import checks
+
 
 class SeqIndex(NamedTuple):
     """Per-token view of `cu_seqlens`; see `sequence_index`."""
@@ -44,19 +46,20 @@ def sequence_index(cu_seqlens: Tensor, n: int) -> SeqIndex:
     Raises:
         ValueError: `cu_seqlens` is not a vector of at least one integer of the two types, or `n` is negative.
     """
-    check_cu_seqlens(cu_seqlens)
+    check_cu_seqlens("sequence_index", cu_seqlens)
     if n < 0:
-        raise ValueError(f"n: got {n}, expected the number of tokens, at least 0")
+        checks.fail("sequence_index", "n", "at least 0", n, "pass the number of tokens")
     token = torch.arange(n, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     seq_ids = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     positions = token.long() - cu_seqlens.long()[seq_ids]
     return SeqIndex(seq_ids, positions)
 
 
-def check_cu_seqlens(cu_seqlens: Tensor) -> None:
-    """Raise ValueError unless `cu_seqlens` has the rank and dtype that every op here expects (values are not read)."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"cu_seqlens: got {cu_seqlens.dtype} {list(cu_seqlens.shape)}, expected int32 [S+1]; "
-            "for one sequence of n tokens pass torch.tensor([0, n], dtype=torch.int32)"
-        )
+def check_cu_seqlens(op: str, cu_seqlens: Tensor, like: Tensor | None = None) -> None:
+    """Raise ValueError unless `cu_seqlens` has the rank, dtype and device that `op` expects (values are not read)."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0 or cu_seqlens.dtype not in checks.INTS:
+        got = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        fix = "for one sequence of n tokens pass torch.tensor([0, n], dtype=torch.int32)"
+        checks.fail(op, "cu_seqlens", "int32 [S+1]", got, fix)
+    if like is not None:
+        checks.same_device(op, "cu_seqlens", cu_seqlens, "the tokens", like)

@@ -33,9 +33,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import checks
+from ..checks import acc_dtype
 from ..sequences import SeqIndex, check_cu_seqlens, sequence_index
 from .core import CoreSaved, core_bwd, core_fwd
-from .layout import acc_dtype, causal_masks, chunk_size, from_chunks, to_chunks
+from .layout import causal_masks, chunk_size, from_chunks, to_chunks
 
 
 class ChunkSaved(NamedTuple):
@@ -128,11 +130,11 @@ def chunk_gated_delta_rule_bwd(
     _, rows, hv, chunk, dv = saved.v.shape
     index, length, acc = saved.packed, saved.length, saved.v.dtype
     shape = (rows, length, hv, dv) if index is None else (1, index.positions.numel(), hv, dv)
-    if do.shape != shape:
-        raise ValueError(f"do: got {list(do.shape)}, expected {list(shape)}; pass the gradient of o")
+    op = "chunk_gated_delta_rule_bwd"
+    checks.shape(op, "do", do, shape, str(list(shape)), "pass the gradient of o")
     state_shape = (rows, hv, saved.k.shape[-1], dv)
-    if dht is not None and dht.shape != state_shape:
-        raise ValueError(f"dht: got {list(dht.shape)}, expected {list(state_shape)}; pass the gradient of final_state")
+    if dht is not None:
+        checks.shape(op, "dht", dht, state_shape, str(list(state_shape)), "pass the gradient of final_state")
     do = do.to(acc)
     if index is not None:
         do = _spread(do[0], index, rows, length)
@@ -172,25 +174,26 @@ def _check_inputs(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> None:
     """Raise ValueError unless the shapes fit the table of the module docstring."""
-    if q.dim() != 4 or k.shape != q.shape:
-        raise ValueError(f"q, k: got {list(q.shape)} and {list(k.shape)}, expected the same [B, T, HK, DK]")
-    if v.dim() != 4 or v.shape[:2] != q.shape[:2] or q.shape[2] == 0 or v.shape[2] % q.shape[2]:
-        raise ValueError(
-            f"v: got {list(v.shape)}, expected [{q.shape[0]}, {q.shape[1]}, HV, DV] with HV a multiple of the "
-            f"{q.shape[2]} key heads"
-        )
+    op, layout = "chunk_gated_delta_rule_fwd", "the layout is [B, T, H, D]"
+    checks.shape(op, "q", q, (None,) * 4, "[B, T, HK, DK]", layout)
+    checks.same_shape(op, "k", k, "q", q, layout)
+    checks.shape(op, "v", v, (*q.shape[:2], None, None), f"[{q.shape[0]}, {q.shape[1]}, HV, DV]", layout)
+    hk, hv = q.shape[2], v.shape[2]
+    if hk == 0 or hv == 0 or hv % hk:
+        checks.fail(op, "the heads of v", f"a multiple of the {hk} of k", hv, "value head h uses key head h // (HV/HK)")
     for name, x in (("g", g), ("beta", beta)):
-        if x.shape != v.shape[:3]:
-            raise ValueError(f"{name}: got {list(x.shape)}, expected {list(v.shape[:3])}, one a token and value head")
+        checks.shape(op, name, x, v.shape[:3], str(list(v.shape[:3])), "there is one a token and value head")
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        checks.dtype(op, name, x, checks.FLOATS, "convert it with .to()")
+        checks.same_device(op, name, x, "q", q)
     rows = q.shape[0]
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens)
-        if q.shape[0] != 1:
-            raise ValueError(
-                f"cu_seqlens: got a batch of {q.shape[0]}, expected 1; reshape to [1, B*T, H, D] and let cu_seqlens "
-                "mark the rows"
-            )
+        check_cu_seqlens(op, cu_seqlens, q)
+        if rows != 1:
+            fix = "reshape to [1, B*T, H, D] and let cu_seqlens mark the rows"
+            checks.fail(op, "B", "1 with cu_seqlens", rows, fix)
         rows = cu_seqlens.numel() - 1
-    state = (rows, v.shape[2], q.shape[3], v.shape[3])
-    if initial_state is not None and initial_state.shape != state:
-        raise ValueError(f"initial_state: got {list(initial_state.shape)}, expected {list(state)}, one a sequence")
+    if initial_state is not None:
+        state = (rows, hv, q.shape[3], v.shape[3])
+        checks.shape(op, "initial_state", initial_state, state, str(list(state)), "there is one a sequence")
+        checks.same_device(op, "initial_state", initial_state, "q", q)

@@ -9,8 +9,9 @@ For one chunk and value head, S the state that enters, q already scaled, G = inc
     P  = gam o Q K^T                                     O  = P V' + diag(ga) Q S
     S+ = ga_C S + K^T diag(tail) V'
 
-Exponents are masked before exp and are never split into exp(G_i) exp(-G_j), which overflows.  gam carries the sequence
-mask, so L and T are block diagonal over the packed sequences of a chunk.
+Exponents are masked before exp and are never split into exp(G_i) exp(-G_j), which overflows.  G and its differences are
+float64 until the exp: under strong decay G is large and a float32 difference would be off by its spacing.  gam carries
+the sequence mask, so L and T are block diagonal over the packed sequences of a chunk.
 
 Backward, given dO and dS+ (y is the adjoint of the triangular solve, so the inverse itself is never differentiated):
 
@@ -32,10 +33,10 @@ token of a sequence is exactly 0.
 Grouped value attention: K K^T and Q K^T are formed once per key head; the [C, C] and [C, DK] gradients are summed over
 the HV/HK value heads of a key head before they become dq and dk.
 
-Everything is in the dtype of the inputs (float32 or float64).  Only the loop over NC is sequential: 2 launches a chunk
-forward (3 with the decay of S), 3 backward, over all batch rows and heads at once.  T is formed by inverting diagonal
-blocks of size 1, 2, 4, ... (T = [[A, 0], [-D B A, D]]), as stable as substitution and made of batched products only;
-the series (I - L)(I + L^2)(I + L^4)... is not used: with equal keys its terms grow like binomials.
+Everything else is in the dtype of the inputs (float32 or float64).  Only the loop over NC is sequential: 3 launches a
+chunk in each direction, over all batch rows and heads at once.  T is formed by inverting diagonal blocks of size 1, 2,
+4, ... (T = [[A, 0], [-D B A, D]]), as stable as substitution and made of batched products only; the series
+(I - L)(I + L^2)(I + L^4)... is not used: with equal keys its terms grow like binomials.
 No atomics; sums have a fixed order.
 
 Source: Yang et al., "Gated Delta Networks" (2024) and "Parallelizing Linear Transformers with the Delta Rule" (2024).
@@ -51,6 +52,7 @@ from torch import Tensor
 from .layout import Masks
 
 NEG_INF = float("-inf")
+LEAST_G = -1e4  # exp of it is 0 in float64 too; keeps sums of g exact enough, and -inf - -inf away
 
 
 class CoreSaved(NamedTuple):
@@ -106,7 +108,7 @@ def core_fwd(
 
     states = v.new_empty(nc + 1, heads, dk, dv)
     states[0] = 0 if h0 is None else h0.reshape(heads, dk, dv)
-    v_c, w_c, kt_c = (x.view(nc, heads, c, -1) for x in (v_new, w, k_tail))
+    v_c, w_c, kt_c = (x.unflatten(0, (nc, heads)) for x in (v_new, w, k_tail))
     for i in range(nc):
         v_c[i].baddbmm_(w_c[i], states[i], alpha=-1)
         torch.mul(states[i], decay.ga_last[i], out=states[i + 1])
@@ -150,7 +152,7 @@ def core_bwd(
     ds = torch.empty_like(states)
     torch.bmm(_scaled_rows(q, decay.ga).mT, do_m, out=ds[:-1].view(-1, dk, dv))
     ds[-1] = 0 if dht is None else dht.reshape(heads, dk, dv)
-    dv_c, w_c, kt_c = (x.view(nc, heads, c, -1) for x in (dv_new, w, _scaled_rows(k, decay.tail)))
+    dv_c, w_c, kt_c = (x.unflatten(0, (nc, heads)) for x in (dv_new, w, _scaled_rows(k, decay.tail)))
     for i in reversed(range(nc)):
         dv_c[i].baddbmm_(kt_c[i], ds[i + 1])
         ds[i].addcmul_(ds[i + 1], decay.ga_last[i]).baddbmm_(w_c[i].mT, dv_c[i], alpha=-1)
@@ -220,15 +222,15 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 def _decay(g: Tensor, masks: Masks) -> _Decay:
     """gam, ga, tail and the decay of the state, exponents masked before exp."""
     nc, batch, hv, c = g.shape
-    total = g.cumsum(-1)
-    gam = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(~masks.pair, NEG_INF).exp_()
+    total = g.double().clamp(min=LEAST_G).cumsum(-1)
+    gam = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(g.dtype).masked_fill_(~masks.pair, NEG_INF).exp_()
     tail = total[..., -1:] - total
     if masks.leave is not None:
         tail.masked_fill_(~masks.leave, NEG_INF)
     if masks.enter is not None:
         total.masked_fill_(~masks.enter, NEG_INF)
-    ga = total.exp_()
-    return _Decay(gam, ga, tail.exp_(), ga[..., -1].reshape(nc, batch * hv, 1, 1))
+    ga = total.to(g.dtype).exp_()
+    return _Decay(gam, ga, tail.to(g.dtype).exp_(), ga[..., -1].reshape(nc, batch * hv, 1, 1))
 
 
 def _grouped(x: Tensor, hk: int) -> Tensor:

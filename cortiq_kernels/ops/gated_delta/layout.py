@@ -74,11 +74,6 @@ class Masks(NamedTuple):
     leave: Tensor | None  # [NC, B, 1, C] bool
 
 
-def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for everything else: what sums, gates and states are held in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def chunk_size(length: int, device: torch.device) -> int:
     """Tokens a chunk for rows of `length` tokens; the next power of two (at least 16) for rows shorter than a chunk."""
     size, most = 16, CHUNK_CPU if device.type == "cpu" else CHUNK

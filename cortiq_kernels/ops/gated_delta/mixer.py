@@ -46,10 +46,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import checks
+from ..checks import acc_dtype
 from ..sequences import SeqIndex, check_cu_seqlens, sequence_index
 from .conv import causal_conv_bwd, causal_conv_fwd
 from .core import CoreSaved, core_bwd, core_fwd
-from .layout import L2_EPS, GdnDims, acc_dtype, chunk_size, from_chunks, packed_masks, to_chunks
+from .layout import L2_EPS, GdnDims, chunk_size, from_chunks, packed_masks, to_chunks
 
 
 class GdnSaved(NamedTuple):
@@ -107,11 +109,9 @@ def gdn_mixer_fwd(
     Raises:
         ValueError: a shape or dtype that does not fit `dims`, or N not a multiple of max_seqlen.
     """
-    _check(proj, "proj", dims.width, conv_weight, A_log, dt_bias, norm_weight, dims, cu_seqlens, max_seqlen)
+    _check("gdn_mixer_fwd", proj, conv_weight, A_log, dt_bias, norm_weight, dims, cu_seqlens, max_seqlen)
     n = proj.shape[0]
-    if out is None:
-        out = proj.new_empty(n, dims.out_width)
-    _check_matrix("out", out, n, dims.out_width, proj.dtype)
+    out = checks.output("gdn_mixer_fwd", "out", out, (n, dims.out_width), proj.dtype, proj)
     if n == 0:
         empty = proj.new_empty(0, dtype=acc_dtype(proj.dtype))
         return out, GdnSaved(proj, CoreSaved(empty, empty, empty), empty) if save else None
@@ -165,19 +165,20 @@ def gdn_mixer_bwd(
         ValueError: a shape or dtype that does not fit.
     """
     proj, core, o = saved
-    _check(proj, "saved.proj", dims.width, conv_weight, A_log, dt_bias, norm_weight, dims, cu_seqlens, max_seqlen)
+    op = "gdn_mixer_bwd"
+    _check(op, proj, conv_weight, A_log, dt_bias, norm_weight, dims, cu_seqlens, max_seqlen)
     n, length = proj.shape[0], max_seqlen
-    if dproj is None:
-        dproj = proj.new_empty(n, dims.width)
-    _check_matrix("dout", dout, n, dims.out_width, proj.dtype)
-    _check_matrix("dproj", dproj, n, dims.width, proj.dtype)
-    wanted = {"dconv": (dconv, conv_weight), "dA_log": (dA_log, A_log), "ddt_bias": (ddt_bias, dt_bias)}
-    for name, (grad, weight) in {**wanted, "dnorm": (dnorm, norm_weight)}.items():
-        if grad is not None and (grad.shape != weight.shape or grad.dtype != weight.dtype):
-            raise ValueError(
-                f"{name}: got {grad.dtype} {list(grad.shape)}, expected {weight.dtype} {list(weight.shape)}; "
-                "allocate it like its weight"
-            )
+    checks.shape(op, "dout", dout, (n, dims.out_width), str([n, dims.out_width]), "pass the gradient of out")
+    checks.alike(op, "dout", dout, "proj", proj)
+    dproj = checks.output(op, "dproj", dproj, (n, dims.width), proj.dtype, proj)
+    for name, grad, weight in (
+        ("dconv", dconv, conv_weight),
+        ("dA_log", dA_log, A_log),
+        ("ddt_bias", ddt_bias, dt_bias),
+        ("dnorm", dnorm, norm_weight),
+    ):
+        if grad is not None:
+            checks.output(op, name, grad, weight.shape, weight.dtype, proj)
     if n == 0:
         for grad in (dconv, dA_log, ddt_bias, dnorm):
             if grad is not None and not accumulate:
@@ -298,19 +299,9 @@ def _write(out: Tensor, value: Tensor, accumulate: bool) -> None:
         out.copy_(value)
 
 
-def _check_matrix(name: str, x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
-    """Raise ValueError unless x is [rows, columns] of dtype."""
-    if x.shape != (rows, columns) or x.dtype != dtype:
-        raise ValueError(
-            f"{name}: got {x.dtype} {list(x.shape)}, expected {dtype} {[rows, columns]}; "
-            "check it against dims and proj"
-        )
-
-
 def _check(
+    op: str,
     proj: Tensor,
-    name: str,
-    width: int,
     conv_weight: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
@@ -321,28 +312,19 @@ def _check(
 ) -> None:
     """Everything that the host can see without reading device values."""
     if min(dims) < 1 or dims.nv % dims.nk:
-        raise ValueError(f"dims: got {dims}, expected positive sizes with nv a multiple of nk; see GdnDims")
-    if proj.dim() != 2 or proj.shape[1] != width or not proj.dtype.is_floating_point:
-        raise ValueError(
-            f"{name}: got {proj.dtype} {list(proj.shape)}, expected floating point [N, {width}] for {dims}; "
-            "its columns are q | k | v | z | a | b"
-        )
-    acc = acc_dtype(proj.dtype)
-    expected = {
-        "conv_weight": (conv_weight, (dims.conv_width, dims.conv)),
-        "A_log": (A_log, (dims.nv,)),
-        "dt_bias": (dt_bias, (dims.nv,)),
-        "norm_weight": (norm_weight, (dims.dv,)),
-    }
-    for weight_name, (weight, shape) in expected.items():
-        if weight.shape != shape or weight.dtype != acc:
-            raise ValueError(
-                f"{weight_name}: got {weight.dtype} {list(weight.shape)}, expected {acc} {list(shape)}; "
-                "small weights are held in the acc dtype whatever the working dtype"
-            )
-    check_cu_seqlens(cu_seqlens)
+        checks.fail(op, "dims", "positive with nv a multiple of nk", dims, "value head h uses key head h // (nv/nk)")
+    checks.shape(op, "proj", proj, (None, dims.width), f"[N, {dims.width}]", "its columns are q | k | v | z | a | b")
+    checks.dtype(op, "proj", proj, checks.FLOATS, "convert it with .to()")
+    taps = (dims.conv_width, dims.conv)
+    checks.shape(
+        op, "conv_weight", conv_weight, taps, str(list(taps)), "drop the middle dimension of a stored [C, 1, W]"
+    )
+    checks.dtype(op, "conv_weight", conv_weight, (acc_dtype(proj.dtype),), "it is held in the accumulation dtype")
+    checks.same_device(op, "conv_weight", conv_weight, "proj", proj)
+    checks.vector(op, "A_log", A_log, dims.nv, "proj", proj)
+    checks.vector(op, "dt_bias", dt_bias, dims.nv, "proj", proj)
+    checks.vector(op, "norm_weight", norm_weight, dims.dv, "proj", proj)
+    check_cu_seqlens(op, cu_seqlens, proj)
     if max_seqlen < 1 or proj.shape[0] % max_seqlen:
-        raise ValueError(
-            f"max_seqlen: got {max_seqlen}, expected a divisor of the {proj.shape[0]} tokens; "
-            "it is the window, and a batch is whole windows"
-        )
+        expected = f"a divisor of the {proj.shape[0]} tokens"
+        checks.fail(op, "max_seqlen", expected, max_seqlen, "it is the window, and a batch is whole windows")

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layout import L2_EPS, GdnDims, acc_dtype
+from ..checks import acc_dtype
+from .layout import L2_EPS, GdnDims
 
 
 def chunk_gated_delta_rule_ref(
@@ -43,31 +44,35 @@ def chunk_gated_delta_rule_ref(
         o [B, T, HV, DV] in v's dtype and the final state [S, HV, DK, DV] (acc dtype) or None.
     """
     acc = acc_dtype(v.dtype)
-    batch, length, _, dk = q.shape
+    batch, _, hk, dk = q.shape
     hv, dv = v.shape[2:]
-    groups = hv // k.shape[2]
-    q = q.to(acc).repeat_interleave(groups, 2) * (dk**-0.5 if scale is None else scale)
-    k = k.to(acc).repeat_interleave(groups, 2)
-    v32, g, beta = v.to(acc), g.to(acc), beta.to(acc)
+    q = q.to(acc).repeat_interleave(hv // hk, 2) * (dk**-0.5 if scale is None else scale)
+    k = k.to(acc).repeat_interleave(hv // hk, 2)
+    tokens = (q, k, v.to(acc), g.to(acc), beta.to(acc))
+    rows = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    state = tokens[2].new_zeros(rows, hv, dk, dv) if initial_state is None else initial_state.to(acc)
     if cu_seqlens is None:
-        spans = [(b, 0, length) for b in range(batch)]
+        o, state = _recurrence(*tokens, state)
     else:
+        outs, states = [tokens[2][:, :0]], [state[:0]]
         starts = cu_seqlens.tolist()
-        spans = [(0, lo, hi) for lo, hi in zip(starts[:-1], starts[1:], strict=True)]
-    rows, finals = [], []
-    for s, (b, lo, hi) in enumerate(spans):
-        state = v32.new_zeros(hv, dk, dv) if initial_state is None else initial_state[s].to(acc)
-        for t in range(lo, hi):
-            state = state * g[b, t].exp()[:, None, None]
-            d = beta[b, t, :, None] * (v32[b, t] - torch.einsum("hkv,hk->hv", state, k[b, t]))
-            state = state + k[b, t, :, :, None] * d[:, None, :]
-            rows.append(torch.einsum("hkv,hk->hv", state, q[b, t]))
-        finals.append(state)
-    o = torch.stack(rows).view(batch, length, hv, dv) if rows else v32 * 0
-    final = None
-    if output_final_state:
-        final = torch.stack(finals) if finals else v32.new_zeros(0, hv, dk, dv)
-    return o.to(v.dtype), final
+        for s, (lo, hi) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+            o, last = _recurrence(*(x[:, lo:hi] for x in tokens), state[s : s + 1])
+            outs.append(o)
+            states.append(last)
+        o, state = torch.cat(outs, 1), torch.cat(states)
+    return o.to(v.dtype), state if output_final_state else None
+
+
+def _recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The four formulas, token by token; q, k [B, T, H, DK], v [B, T, H, DV], g, beta [B, T, H], state [B, H, DK, DV]."""
+    rows = []
+    for q_t, k_t, v_t, g_t, beta_t in zip(*(x.unbind(1) for x in (q, k, v, g, beta)), strict=True):
+        state = state * g_t.exp()[..., None, None]
+        d = beta_t[..., None] * (v_t - (k_t.unsqueeze(-2) @ state).squeeze(-2))
+        state = state + k_t.unsqueeze(-1) * d.unsqueeze(-2)
+        rows.append((q_t.unsqueeze(-2) @ state).squeeze(-2))
+    return torch.stack(rows, 1) if rows else v * 1, state
 
 
 def gdn_mixer_ref(
