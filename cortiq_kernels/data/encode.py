@@ -12,10 +12,8 @@ the generation prefix, see template.py), where these tokens are the first tokens
 straddles the boundary, or the template writes the prompt differently; then it is the first token that holds a
 character of the reply, so a token that straddles the boundary is scored and no character of the reply is left out.
 Example: Qwen3.5 prompts end with "<think>\\n", and a reply without reasoning continues "\\n</think>\\n\\n...";
-"\\n\\n" is one token there, and is the first scored one. An empty reply (completion "", or a last message with no
-text, reasoning or tool
-call) scores
-nothing.
+"\\n\\n" is one token there, and is the first scored one.
+An empty reply (completion "", or a last message with no text, reasoning or tool call) scores nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from tokenizers import Encoding
 
 from cortiq_kernels.data.examples import Example, Problem
 from cortiq_kernels.data.template import TemplateFailure, content_text, is_empty_reply
@@ -118,15 +117,15 @@ def _valid(text: str) -> str:
     return text
 
 
-def _encode(jobs: Sequence[_Job], tokenizer: Tokenizer | None) -> dict[tuple[str, bool], tuple[list[int], list]]:
-    """(text, is a rendered conversation) -> (ids, offsets), for every whole and every prompt."""
-    out: dict[tuple[str, bool], tuple[list[int], list]] = {}
+def _encode(jobs: Sequence[_Job], tokenizer: Tokenizer | None) -> dict[tuple[str, bool], Encoding]:
+    """(text, is a rendered conversation) -> its encoding, for every whole and every prompt."""
+    out: dict[tuple[str, bool], Encoding] = {}
     for template in (False, True):
         mine = [j for j in jobs if j.template is template]
         texts = list(dict.fromkeys([j.whole for j in mine] + [j.prompt for j in mine if j.prompt is not None]))
         if texts and tokenizer is not None:
             for text, e in zip(texts, tokenizer.encode_batch(texts, add_special_tokens=not template), strict=True):
-                out[text, template] = (e.ids, e.offsets)
+                out[text, template] = e
     return out
 
 
@@ -136,20 +135,21 @@ def _finish(
     loss_on: str,
     vocab: int | None,
     job: _Job | None,
-    encodings: dict[tuple[str, bool], tuple[list[int], list]],
+    encodings: dict[tuple[str, bool], Encoding],
 ) -> Encoded:
     if job is None:
         first = 0 if loss_on == "all" else example.content["first_target"]
         return Encoded(_checked(example.content["ids"], vocab, "the file's ids"), first)
     assert tokenizer is not None
-    ids, offsets = encodings[job.whole, job.template]
+    whole = encodings[job.whole, job.template]
+    ids = whole.ids
     first, by_characters = 0, False
     if loss_on == "completion" and job.start is not None and not job.empty:
-        prompt = encodings[job.prompt, job.template][0] if job.prompt is not None else None
+        prompt = encodings[job.prompt, job.template].ids if job.prompt is not None else None
         if prompt is not None and ids[: len(prompt)] == prompt:
             first = len(prompt)
         else:
-            first, by_characters = _first_after(offsets, job.start), True
+            first, by_characters = _first_after(whole, job.start), True
             if first is None:
                 raise Problem(f"rid {example.rid!r}: no token of the reply can be found; the tokenizer drops its text")
     eos = tokenizer.eos_ids
@@ -160,9 +160,12 @@ def _finish(
     return Encoded(_checked(ids, vocab, "the tokenizer's ids"), first, by_characters, job.control_tokens)
 
 
-def _first_after(offsets: Sequence[tuple[int, int]], start: int) -> int | None:
+def _first_after(encoding: Encoding, start: int) -> int | None:
     """The first token that ends after character `start`. Tokens added around the text have offsets (0, 0)."""
-    return next((i for i, (_, end) in enumerate(offsets) if end > start), None)
+    token = encoding.char_to_token(start)  # far cheaper than the list of offsets; None where the tokenizer drops it
+    if token is not None:
+        return token
+    return next((i for i, (_, end) in enumerate(encoding.offsets) if end > start), None)
 
 
 def _checked(ids: Sequence[int], vocab: int | None, whose: str) -> np.ndarray:

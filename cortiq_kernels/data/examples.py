@@ -135,6 +135,12 @@ def _check_messages(fields: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(tools, list):
             raise Problem(f'"tools" is {shown(tools)}; expected a list of JSON schemas')
         content["tools"] = tools
+    try:
+        json.dumps(content)
+    except (TypeError, ValueError) as e:  # parquet can hold bytes and dates
+        raise Problem(
+            f'"messages" or "tools" hold a value that is not JSON ({e}); expected strings, numbers, lists'
+        ) from e
     return content
 
 

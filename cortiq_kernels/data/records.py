@@ -36,17 +36,19 @@ T = TypeVar("T")
 class Dataset:
     """records of the splits that were asked for, in file order; `split(name)` gives one of them in its own order.
 
-    data_hash  sha256, hex
+    data_hash  sha256, hex, of the file's records
+    token_hash sha256, hex, of the loaded records as tokens (rid, weight, first_target, ids): a tokenizer or template
+               that changed, or a template that writes today's date, changes this one alone
     notes      sentences for the report
-    counts     records (in the file), train, val, test, and of the loaded ones: tokens, targets, unscored,
-    by_characters,
-               control_tokens; overlap: records whose content is also in an earlier split of train, val, test
+    counts     of the file: records, train, val, test, overlap (records whose content is also in an earlier split);
+               of the loaded records: tokens, targets, unscored, by_characters, control_tokens
     """
 
     path: str
     records: list[Record]
     splits: tuple[str, ...]
     data_hash: str
+    token_hash: str
     notes: list[str]
     counts: dict[str, int]
 
@@ -111,7 +113,15 @@ def load_records(
     notes = reader.notes() + tally.notes()
     if tokenizer is not None and not tokenizer.eos_ids and any(len(r.ids) for r in records):
         notes.append("the model directory names no eos token, so none was appended")
-    return Dataset(str(path), records, tuple(splits), reader.hash.hexdigest(), notes, {**reader.counts, **tally.counts})
+    return Dataset(
+        path=str(path),
+        records=records,
+        splits=tuple(splits),
+        data_hash=reader.hash.hexdigest(),
+        token_hash=tally.hash.hexdigest(),
+        notes=notes,
+        counts={**reader.counts, **tally.counts},
+    )
 
 
 class _Reader:
@@ -180,10 +190,13 @@ class _Tally:
 
     def __init__(self) -> None:
         self.counts = dict.fromkeys(("tokens", "targets", "unscored", "by_characters", "control_tokens"), 0)
+        self.hash = hashlib.sha256()
         self._unscored: list[str] = []
         self._control: list[str] = []
 
     def add(self, record: Record, by_characters: bool, control_tokens: bool) -> None:
+        self.hash.update(f"{record.rid}\0{record.weight!r}\0{record.first_target}\0{len(record.ids)}\0".encode())
+        self.hash.update(record.ids.astype("<i4").tobytes())
         self.counts["tokens"] += len(record.ids)
         self.counts["targets"] += record.n_targets
         self.counts["by_characters"] += by_characters

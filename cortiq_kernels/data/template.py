@@ -9,14 +9,12 @@ The reply is the last assistant message, and its span runs to the end of the ren
 it starts:
 
 1. Render the messages before it with the generation prefix. If the whole starts with that text, the span starts right
-after
-   (so a reply scores everything that the model has to write after the prefix, an empty think block included).
+   after (so a reply scores everything that the model has to write after the prefix, an empty think block included).
 2. Else (the template adds something to the prefix that it does not put into a finished reply, or writes earlier
-messages
-   differently once the reply is there): render the whole again with a marker in place of the reply's text (and of its
-   reasoning); the text before the marker must be a prefix of the whole, and the span starts where the marker is. Both
-   renderings have the same messages, so whatever the template does to earlier ones it does in both, and text that the
-   user wrote, control tokens included, cannot move the boundary.
+   messages differently once the reply is there): render the whole again with a marker in place of the reply's text
+   (and of its reasoning); the text before the marker must be a prefix of the whole, and the span starts where the
+   marker is. Both renderings have the same messages, so whatever the template does to earlier ones it does in both,
+   and text that the user wrote, control tokens included, cannot move the boundary.
 3. Else there is no answer, and None is returned.
 """
 
@@ -122,8 +120,11 @@ class ChatTemplate:
     def reply_start(self, whole: str, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Reply | None:
         """Where the last message's span starts in `whole` = render(messages), as the module docstring says."""
         if len(messages) > 1:
-            prompt = self.render(messages[:-1], True, tools)
-            if whole.startswith(prompt):
+            try:
+                prompt = self.render(messages[:-1], True, tools)
+            except TemplateFailure:  # some templates only render complete exchanges; the marker needs no prompt
+                prompt = None
+            if prompt is not None and whole.startswith(prompt):
                 return Reply(len(prompt), prompt)
         marker = _MARKER
         while marker in whole:  # someone's text holds it

@@ -7,9 +7,10 @@ records report counts them.
 
 eos ids, in this order and each once: `eos_token_id` of config.json (or of its `text_config`), of
 generation_config.json, and the id of `eos_token` in tokenizer_config.json. The pad id is the first of them, else 0.
-Special-token names come from special_tokens_map.json, overridden by tokenizer_config.json. Chat template:
-chat_template.jinja, else `chat_template` in tokenizer_config.json (one string, or a list of named ones: `default`,
-and `tool_use` for records with tools; more named ones in additional_chat_templates/), else
+Special-token names come from special_tokens_map.json, overridden by tokenizer_config.json.
+
+Chat template: chat_template.jinja, else `chat_template` in tokenizer_config.json (one string, or a list of named ones:
+`default`, and `tool_use` for records with tools; more named ones in additional_chat_templates/), else
 chat_template.json.
 """
 

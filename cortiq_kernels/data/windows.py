@@ -3,16 +3,14 @@
 Row j of a window predicts the token after it, with the weight of that token. Two packings:
 
 "records"  whole records, in order, into a window until one does not fit; the rest of the window is padding. Each
-record is
-           its own sequence (attention, convolution, recurrent state and positions restart at its first token), so a
-           record computes what it would compute alone. A record longer than a window is cut at 0, t, 2t, ...: every
-           piece starts fresh, and the last row of a piece that is not the final one predicts the first token of the
-           next piece, so that a record of n tokens always gives n - 1 rows that predict something. The last row of a
-           record weighs 0.
+           record is its own sequence (attention, convolution, recurrent state and positions restart at its first
+           token), so a record computes what it would compute alone. A record longer than a window is cut at 0, t,
+           2t, ...: every piece starts fresh, and the last row of a piece that is not the final one predicts the first
+           token of the next piece, so a record of n tokens always gives n - 1 rows that predict something. The last
+           row of a record weighs 0.
 "stream"   all records one after another, cut at 0, t, 2t, ... One sequence per window: state and positions restart at
-each
-           window and nowhere else. The last row of a window predicts the first token of the next window. The first
-           token of a record is never scored, so the row before it weighs 0.
+           each window and nowhere else. The last row of a window predicts the first token of the next window. The
+           first token of a record is never scored, so the row before it weighs 0.
 
 In both: padding is a sequence of its own at the end of the window and weighs 0 (no record's row ever looks at it),
 `next_ids` of a row that predicts nothing is the pad id, and a window whose rows all weigh 0 is dropped.

@@ -1,16 +1,17 @@
-"""A tiny model directory: a byte-level BPE tokenizer trained here, ChatML control tokens, and a Qwen3.5-like template."""
+"""A tiny model directory: byte-level BPE trained here, ChatML control tokens, and a Qwen3.5-like template."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-# The rules that users meet in the Qwen3.5 template: system first and once, a user query somewhere, a think block that the
-# generation prefix opens and the reply closes.
+# The rules that users meet in the Qwen3.5 template: system first and once, a user query somewhere, a think block that
+# the generation prefix opens and the reply closes.
 QWEN_LIKE = """
 {%- if not messages %}
     {{- raise_exception('No messages provided.') }}
@@ -105,3 +106,9 @@ def write_model_dir(path: Path, *, template: str | None = QWEN_LIKE, trim_offset
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def local() -> SimpleNamespace:
+    """The builders and templates of this file, for tests that vary them."""
+    return SimpleNamespace(write_model_dir=write_model_dir, QWEN_LIKE=QWEN_LIKE, CHATML=CHATML)
