@@ -65,7 +65,7 @@ def chunk_gated_delta_rule_ref(
 
 
 def _recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The four formulas, token by token; q, k [B, T, H, DK], v [B, T, H, DV], g, beta [B, T, H], state [B, H, DK, DV]."""
+    """The recurrence of rows: q, k [B, T, H, DK], v [B, T, H, DV], g, beta [B, T, H], state [B, H, DK, DV]."""
     rows = []
     for q_t, k_t, v_t, g_t, beta_t in zip(*(x.unbind(1) for x in (q, k, v, g, beta)), strict=True):
         state = state * g_t.exp()[..., None, None]
