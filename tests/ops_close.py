@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -27,9 +30,27 @@ def not_worse(got: Tensor, exact: Tensor, eager: Tensor, factor: float = 1.5, ul
 
 def bits(*tensors: Tensor | None) -> list[bytes]:
     """The bytes of each tensor, for bitwise comparison (NaN equal to itself, -0 different from +0)."""
-    return [b"" if t is None else t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+    return [
+        b"" if t is None else t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for t in tensors
+    ]
 
 
 def nan(*shape: int, dtype: torch.dtype) -> Tensor:
     """An output full of NaN, which an op must overwrite."""
     return torch.full(shape, float("nan"), dtype=dtype)
+
+
+@contextlib.contextmanager
+def no_sync() -> Iterator[None]:
+    """Any wait of the host for the GPU inside is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# Largest error of a GPU result in units of the largest element.
+GPU_TOL = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -4,12 +4,21 @@ import math
 
 import pytest
 import torch
-from ops_close import bits, same
+from ops_close import bits, no_sync, same
 
 from cortiq_kernels.ops import adam
 from cortiq_kernels.ops.adam import AdamState, adam_advance_, adam_norm_, adam_ref, adam_update_
 
 F64 = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """On tensors this small, threads only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def buffers(n, dtype, rng):
@@ -264,3 +273,34 @@ def test_errors():
         adam_update_(state, x, x, x, x.double(), rate=1.0)
     with pytest.raises(ValueError, match="plane must be bfloat16 or float16; got torch.float32"):
         adam_update_(state, x, x, x, x, plane=x, rate=1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("refused", [False, True])
+def test_gpu_replays_as_one_graph(refused, rng):
+    """Three steps from one captured graph, with the rate in a tensor, equal three steps on the CPU."""
+    param, m, v = buffers(1001, torch.float32, rng)
+    grads = [torch.randn(1001, generator=rng) for _ in range(3)]
+    if refused:
+        grads[1][500] = float("nan")
+    here = (param.clone(), m.clone(), v.clone())
+    state = AdamState.new("cpu", 4.0)
+    for i, g in enumerate(grads):
+        step(state, here[0], g, here[1], here[2], rate=1e-2 * (i + 1))
+    there = tuple(t.cuda() for t in (param, m, v))
+    plane, grad = torch.zeros(1001).bfloat16().cuda(), torch.zeros(1001).cuda()
+    rate, loss = torch.zeros((), dtype=F64).cuda(), torch.zeros(()).cuda()
+    device_state = AdamState.new("cuda", 4.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(device_state, there[0], grad, there[1], there[2], loss, plane=plane, rate=rate)
+    for i, g in enumerate(grads):
+        rate.fill_(1e-2 * (i + 1))
+        grad.copy_(g)
+        graph.replay()
+    for got, want in zip(there, here, strict=True):
+        same(got.cpu(), want, 1e-6)
+    assert bits(plane) == bits(there[0].bfloat16())
+    assert device_state.read()[:4] == state.read()[:4]
+    with no_sync():
+        step(device_state, there[0], grad, there[1], there[2], plane=plane, rate=1e-2, factor=0.5, weight_decay=0.1)

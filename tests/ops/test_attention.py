@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_close import bits, nan, not_worse, same
+from ops_close import GPU_TOL, bits, nan, no_sync, not_worse, same
 
 from cortiq_kernels.ops import attention
 from cortiq_kernels.ops.attention import (
@@ -208,3 +208,23 @@ def test_errors():
         attention_mixer_bwd(proj, saved, norm, norm, cos, sin, **good)
     with pytest.raises(ValueError, match="rope_table: n and rot must be"):
         rope_table(4, 3, 1e4, torch.float32, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_TOL)
+def test_gpu(dtype, rng):
+    dims, starts, window = AttnDims(4, 2, 32, 8), [0, 300, 301, 600, 1000, 1200, 1200], 600
+    proj, dout, vectors, cu = make(dims, starts, window, dtype, rng)
+    want = oracle(proj, dout, vectors, dims, cu)
+    proj, dout, vectors, cu = proj.cuda(), dout.cuda(), tuple(v.cuda() for v in vectors), cu.cuda()
+    keys = {"dims": dims, "cu_seqlens": cu, "max_seqlen": window, "eps": EPS}
+    runs = []
+    for _ in range(2):
+        dq, dk = (nan(dims.hd, dtype=torch.float32).cuda() for _ in range(2))
+        with no_sync():
+            out, saved = attention_mixer_fwd(proj, *vectors, **keys)
+            dproj = attention_mixer_bwd(dout, saved, *vectors, **keys, dq_norm=dq, dk_norm=dk)
+        for got, exact in zip((out, dproj, dq, dk), want, strict=True):
+            same(got.cpu(), exact, GPU_TOL[dtype])
+        runs.append(bits(out, dproj, dq, dk))
+    assert runs[0] == runs[1]

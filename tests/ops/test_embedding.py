@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_close import bits, nan, same
+from ops_close import GPU_TOL, bits, nan, no_sync, same
 
 from cortiq_kernels.ops.checks import acc_dtype
 from cortiq_kernels.ops.embedding import embedding_bwd, embedding_fwd, embedding_ref
@@ -56,3 +56,23 @@ def test_errors():
         embedding_bwd(torch.zeros(1, 2), torch.tensor([0]), out=torch.zeros(4, 3))
     with pytest.raises(ValueError, match="embedding_bwd: out must be float32"):
         embedding_bwd(torch.zeros(1, 2), torch.tensor([0]), out=torch.zeros(4, 2, dtype=torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_TOL)
+def test_gpu(dtype, rng):
+    ids = torch.randint(7, (3000,), generator=rng).to(torch.int32)  # hundreds of tokens a row
+    weight = torch.randn(300, 65, generator=rng).to(dtype)
+    dy = torch.randn(3000, 65, generator=rng).to(dtype)
+    want = torch.zeros(300, 65, dtype=torch.float64).index_add_(0, ids, dy.double())
+    runs = []
+    for _ in range(5):
+        ids, dy, out = ids.cuda(), dy.cuda(), nan(300, 65, dtype=torch.float32).cuda()
+        table = weight.cuda()
+        with no_sync():
+            y = embedding_fwd(ids, table)
+            embedding_bwd(dy, ids, out=out)
+        assert bits(y) == bits(weight[ids.long().cpu()])
+        same(out.cpu(), want, 1e-5)
+        runs.append(bits(out))
+    assert all(r == runs[0] for r in runs)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_close import bits, nan, not_worse, same
+from ops_close import GPU_TOL, bits, nan, no_sync, not_worse, same
 
 from cortiq_kernels.ops.checks import acc_dtype
 from cortiq_kernels.ops.linear import linear_bwd_w, linear_bwd_x, linear_fwd, linear_ref
@@ -105,3 +105,25 @@ def test_errors():
         linear_bwd_w(torch.zeros(3, 5), torch.zeros(2, 4), out=torch.zeros(5, 4))
     with pytest.raises(ValueError, match="linear_bwd_w: out must be float32; got torch.bfloat16"):
         linear_bwd_w(torch.zeros(3, 5), x, out=torch.zeros(5, 4, dtype=torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_TOL)
+def test_gpu(dtype, rng):
+    x, w, dy = make(130, 72, 40, dtype, rng)
+    want = oracle(x, w, dy)
+    x, w, dy = x.cuda(), w.cuda(), dy.cuda()
+    runs = []
+    for _ in range(2):
+        dw = nan(40, 72, dtype=torch.float32).cuda()
+        with no_sync():
+            y, dx = linear_fwd(x, w), linear_bwd_x(dy, w)
+            linear_bwd_w(dy, x, out=dw)
+            twice = linear_bwd_w(dy, x, out=dw.clone(), accumulate=True)
+            empty = linear_bwd_w(dy[:0], x[:0], out=torch.full_like(dw, float("nan")))
+        for got, exact in zip((y, dx, dw), want, strict=True):
+            same(got.cpu(), exact, 1e-5 if got is dw else GPU_TOL[dtype])
+        same(twice.cpu(), 2 * want[2], 1e-5)
+        assert (empty == 0).all()
+        runs.append(bits(y, dx, dw, twice))
+    assert runs[0] == runs[1]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_close import bits, nan, not_worse, same
+from ops_close import GPU_TOL, bits, nan, no_sync, not_worse, same
 
 from cortiq_kernels.ops.checks import acc_dtype
 from cortiq_kernels.ops.rms_norm import add_rms_norm_bwd, add_rms_norm_fwd, rms_norm_ref
@@ -146,3 +146,21 @@ def test_errors():
         add_rms_norm_bwd(x, saved, w, dx=torch.zeros(2, 5))
     with pytest.raises(ValueError, match="add_rms_norm_bwd: dweight must be"):
         add_rms_norm_bwd(x, saved, w, dx=torch.zeros(2, 4), dweight=torch.zeros(5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_TOL)
+def test_gpu(dtype, rng):
+    x, r, weight, dn, dx = make(130, 65, dtype, rng)
+    want = oracle((x.double() + r.double()).to(dtype), weight, dn, dx)
+    x, r, weight, dn, dx = (t.cuda() for t in (x, r, weight, dn, dx))
+    runs = []
+    for _ in range(2):
+        dw, g = nan(65, dtype=torch.float32).cuda(), dx.clone()
+        with no_sync():
+            y, saved = add_rms_norm_fwd(x, r, weight, EPS, x_out=torch.full_like(x, float("nan")))
+            add_rms_norm_bwd(dn, saved, weight, dx=g, dweight=dw)
+        for got, exact in zip((y, g, dw), want, strict=True):
+            same(got.cpu(), exact, 1e-5 if got is dw else GPU_TOL[dtype])
+        runs.append(bits(y, g, dw))
+    assert runs[0] == runs[1]

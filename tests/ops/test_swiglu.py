@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_close import bits, nan, not_worse, same
+from ops_close import GPU_TOL, bits, nan, no_sync, not_worse, same
 
 from cortiq_kernels.ops.checks import acc_dtype
 from cortiq_kernels.ops.swiglu import swiglu_mlp_bwd, swiglu_mlp_fwd, swiglu_ref
@@ -148,3 +148,21 @@ def test_errors():
         swiglu_mlp_bwd(torch.zeros(8, 3, dtype=torch.float64), gate_up)
     with pytest.raises(ValueError, match=r"dmask must be \[3\]"):
         swiglu_mlp_bwd(torch.zeros(8, 3), gate_up, dmask=torch.zeros(4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_TOL)
+def test_gpu(dtype, rng):
+    gate_up, dact, mask = make(130, 65, dtype, rng)
+    want = oracle(gate_up, dact, mask)
+    gate_up, dact, mask = gate_up.cuda(), dact.cuda(), mask.cuda()
+    runs = []
+    for _ in range(2):
+        dmask = nan(65, dtype=torch.float32).cuda()
+        with no_sync():
+            got = (swiglu_mlp_fwd(gate_up, mask), *swiglu_mlp_bwd(dact, gate_up, mask, dmask=dmask))
+        assert bits(got[0]) == bits(got[2])
+        for mine, exact in zip(got, want, strict=True):
+            same(mine.cpu(), exact, 1e-5 if mine is dmask else GPU_TOL[dtype])
+        runs.append(bits(*got))
+    assert runs[0] == runs[1]

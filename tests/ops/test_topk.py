@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_close import bits, same
+from ops_close import GPU_TOL, bits, no_sync, same
 
 from cortiq_kernels.ops import topk
 from cortiq_kernels.ops.topk import topk_softmax, topk_softmax_ref
@@ -94,3 +94,18 @@ def test_errors():
         topk_softmax(z[0], 1)
     with pytest.raises(ValueError, match="logits must be bfloat16 or"):
         topk_softmax(z.int(), 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_TOL)
+def test_gpu_gives_the_ids_of_the_cpu(dtype, rng):
+    z = (3 * torch.randn(300, 9001, generator=rng)).to(dtype)
+    z[5, 17], z[6] = NAN, -INF
+    want, there = topk_softmax(z, 64, return_lse=True), z.cuda()
+    with no_sync():
+        got = topk_softmax(there, 64, return_lse=True)
+        again = topk_softmax(there, 64, return_lse=True)
+    assert bits(got.ids) == bits(want.ids) and bits(*got) == bits(*again)
+    live = [r for r in range(300) if r != 6]
+    for a, b in zip(got[1:], want[1:], strict=True):
+        same(a[live].cpu(), b[live], 1e-5)

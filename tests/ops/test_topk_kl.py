@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_close import bits, nan, not_worse, same
+from ops_close import GPU_TOL, bits, nan, no_sync, not_worse, same
 
 from cortiq_kernels.ops import topk_kl
 from cortiq_kernels.ops.checks import acc_dtype
@@ -309,3 +309,28 @@ def test_errors(rng):
     refused("dhidden or dhead must be given", hidden, head, ids, probs, weight, dhidden=None)
     refused(r"dhead must be \[30, 6\]", hidden, head, ids, probs, weight, dhead=torch.zeros(29, 6))
     refused("grad_scale must be a number or a 0-d", hidden, head, ids, probs, weight, grad_scale=weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_TOL)
+def test_gpu(dtype, rng):
+    hidden, head, ids, probs, weight = make(64, 32, 520, 12, dtype, rng)
+    ids[:, 3:6] = -1
+    ids[:, 7] = ids[:, 6]
+    index = torch.randperm(64, generator=rng)[:40].to(torch.int32)
+    live, ids, probs, weight = index.long(), ids[:40], probs[:40], weight[:40]
+    loss, total, part, dhead = oracle(hidden[live], head, ids, probs, weight, 0.25)
+    dhidden = torch.zeros(64, 32, dtype=F64).index_copy_(0, live, part)
+    want = (torch.cat([loss, torch.zeros(8)]), total, dhidden, dhead)
+    pad = lambda t, value: torch.cat([t, torch.full((8, *t.shape[1:]), value, dtype=t.dtype)]).cuda()  # noqa: E731
+    args = (hidden.cuda(), head.cuda(), pad(ids, 10**9), pad(probs, float("nan")), pad(weight, 1.0))
+    place, scale = pad(index, -1), torch.tensor(0.25).cuda()
+    runs = []
+    for _ in range(2):
+        dh, dw = nan(64, 32, dtype=dtype).cuda(), nan(520, 32, dtype=torch.float32).cuda()
+        with no_sync():
+            out = head_topk_kl_fwd_bwd(*args, row_index=place, grad_scale=scale, dhidden=dh, dhead=dw, chunk_rows=16)
+        for got, exact in zip((*out, dh, dw), want, strict=True):
+            same(got.cpu(), exact, GPU_TOL[dtype])
+        runs.append(bits(*out, dh, dw))
+    assert runs[0] == runs[1]
