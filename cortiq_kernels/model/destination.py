@@ -128,7 +128,7 @@ def appearing(place: Path) -> Iterator[Path]:
 
 
 def _locked(partial: Path) -> int:
-    """Create and lock the partial directory. A lock ends with its process, which tells a stale directory from a live one."""
+    """Create and lock the partial directory; the lock ends with its process, so that a stale one can be told."""
     while True:
         with contextlib.suppress(FileExistsError):
             os.mkdir(partial)

@@ -287,7 +287,8 @@ def copied_files(model: ModelDir) -> list[Path]:
 
 def left_out_files(model: ModelDir) -> list[str]:
     """Names of weight files in the directory that are not the model's shards, so are not copied."""
-    return sorted(p.name for p in model.path.iterdir() if _is_other_weights(p.name) and p.name not in model.shards)
+    own = {INDEX, *model.shards}
+    return sorted(p.name for p in model.path.iterdir() if _is_other_weights(p.name) and p.name not in own)
 
 
 def _is_other_weights(file: str) -> bool:

@@ -35,7 +35,7 @@ _BLOCK = 16 << 20
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies: `file` (its name), `dtype` ("BF16", ...), `shape`, bytes `[start, stop)` after the header."""
+    """Where a tensor lies: `file` (name), `dtype` ("BF16", ...), `shape`, bytes `[start, stop)` after the header."""
 
     file: str
     dtype: str

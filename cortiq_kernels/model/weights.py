@@ -43,7 +43,8 @@ class Trained:
     """The flat stores of what trains, all in the accumulation dtype and of one length (`layout.trained_numel`).
 
     `master`: the weights; `grad`, `m`, `v`: gradient and Adam moments. Order: matrices (layers, then embed and head),
-    then vectors (layers, then final_norm); the gaps between tensors are zeros and must stay so.
+    then vectors (layers, then final_norm); the gaps between tensors are zeros and must stay so. Write in place
+    (`add_`, `copy_`): all views share this memory.
     `plane`: the contiguous working-dtype range that mirrors `master[:matrix_numel]`; None when the working dtype is the
     accumulation dtype: then the views that `Weights` hands out are the master.
     """
