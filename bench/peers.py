@@ -1,7 +1,7 @@
 """The same work by other means: plain PyTorch, torch.compile, and kernels by other people.
 
-Every peer is built when it is asked for. One that is not installed, refuses the shape or fails is a reported result, not
-an error of the run. Peers go through autograd, so their backward is only timed together with a forward.
+A peer is built when it is asked for. One that is not installed, refuses the shape or fails is a reported result and no
+error of the run. Peers go through autograd, so their backward is only timed together with a forward.
 
 Traps that were met with them:
 - FLA's public chunk_gated_delta_rule runs FlashQLA's kernels once flash-qla is installed (FLA_FLASH_QLA=0 gives FLA's

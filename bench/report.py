@@ -9,7 +9,6 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from bench.floor import Floor
 from bench.registry import Work
 from bench.timing import Timing
+from cortiq_kernels import backend
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "cortiq_kernels"
@@ -84,28 +84,34 @@ def line(row: Row) -> str:
     return f"{start}{times}  {row.rate:<15}{share:>9}{peak:>9}  {row.method}"
 
 
-def environment(device: torch.device) -> dict[str, object]:
-    """What a figure depends on besides the code it names: device, driver, versions, commit, date."""
-    commit = _run("git", "rev-parse", "HEAD")
-    driver = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if device.type == "cuda" else ""
+def environment(device: torch.device, commit: str = "") -> dict[str, object]:
+    """What a figure depends on: device, driver, versions, commit (asked of git unless given), date."""
+    if not commit:
+        commit = _git("rev-parse", "HEAD") or "unknown"
+        commit += "+changes" if _git("status", "--porcelain", "--untracked-files=no") else ""
     return {
         "device": device_name(device),
-        "driver": driver.split("\n")[0],
-        "cuda": torch.version.cuda or "",
-        "torch": torch.__version__,
-        "triton": _version("triton"),
-        "cortiq_kernels": _version("cortiq_kernels"),
-        "python": platform.python_version(),
+        "driver": backend.driver_version() if device.type == "cuda" else None,
+        "versions": backend.versions(),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        "commit": commit + ("+changes" if commit and _run("git", "status", "--porcelain") else ""),
+        "commit": commit,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def headline(device: torch.device, commit: str = "") -> str:
+    """The environment in one line."""
+    where, versions = environment(device, commit), backend.versions()
+    return (
+        f"{where['device']}, torch {versions['torch']}, triton {versions['triton'] or 'none'}, "
+        f"commit {where['commit']}"
+    )
 
 
 def device_name(device: torch.device) -> str:
     """The GPU's name, or the processor architecture and number of cores."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return backend.gpus()[device.index or 0].name
     return f"CPU {platform.machine()}, {os.cpu_count()} cores"
 
 
@@ -115,10 +121,12 @@ def results_path(device: torch.device, name: str) -> Path:
     return RESULTS / folder / name
 
 
-def write_json(path: Path, device: torch.device, content: Mapping[str, object], rows: Sequence[Row] = ()) -> None:
+def write_json(
+    path: Path, device: torch.device, commit: str, content: Mapping[str, object], rows: Sequence[Row] = ()
+) -> None:
     """Write beside and rename; the environment comes first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    body = {"environment": environment(device), **content}
+    body = {"environment": environment(device, commit), **content}
     if rows:
         body["rows"] = [{k: v for k, v in asdict(r).items() if v not in (None, "")} for r in rows]
     partial = path.with_name(path.name + ".partial")
@@ -127,29 +135,17 @@ def write_json(path: Path, device: torch.device, content: Mapping[str, object], 
 
 
 def pick_device(asked: str) -> torch.device:
-    """`auto` is the first GPU if there is one; asking for a GPU where there is none is an error."""
-    found = torch.cuda.is_available()
-    if asked == "auto":
-        asked = "cuda" if found else "cpu"
-    device = torch.device(asked)
-    if device.type not in ("cuda", "cpu"):
-        raise SystemExit(f"--device: got {asked}; expected cuda, cuda:N, cpu or auto")
-    if device.type == "cuda" and not found:
-        raise SystemExit(f"--device: got {asked}; torch {torch.__version__} sees no CUDA device; use --device cpu")
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
-
-
-def _version(package: str) -> str:
+    """The package's own choice of device; asking for what is not there ends the run with its one line."""
     try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+        return backend.pick_device(asked).device
+    except ValueError as e:
+        raise SystemExit(str(e)) from None
 
 
-def _run(*command: str) -> str:
-    """Output of a command, or nothing when it is not there or fails."""
+def _git(*command: str) -> str:
+    """Output of a git command, or nothing outside a checkout."""
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

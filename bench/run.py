@@ -24,7 +24,7 @@ from bench.report import (
     OURS,
     Row,
     device_name,
-    environment,
+    headline,
     line,
     pick_device,
     results_path,
@@ -33,8 +33,7 @@ from bench.report import (
 )
 from bench.timing import measure, peak_bytes, rotation
 from bench.verify import gate
-
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
+from cortiq_kernels.backend import DTYPES
 
 
 def main(argv: Sequence[str] | None = None, ops: dict[str, Op] | None = None) -> int:
@@ -44,9 +43,7 @@ def main(argv: Sequence[str] | None = None, ops: dict[str, Op] | None = None) ->
     device = pick_device(args.device)
     dtype = DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "f32")]
     floor = measure_floor(device, dtype)
-    where = environment(device)
-    versions = f"torch {where['torch']}, triton {where['triton'] or 'none'}, commit {str(where['commit'])[:12]}"
-    print(f"{where['device']}, {versions}")
+    print(headline(device, args.commit))
     print(f"floor: copy {floor.copy_gbs:.0f} GB/s, {floor.dtype} GEMM {floor.gemm_tflops:.3g} TFLOP/s")
     rows: list[Row] = []
     red: list[dict[str, str]] = []
@@ -67,7 +64,7 @@ def main(argv: Sequence[str] | None = None, ops: dict[str, Op] | None = None) ->
     if args.json is not None:
         path = Path(args.json) if args.json else results_path(device, "ops.json")
         content = {"floor": vars(floor), "red": red}
-        write_json(path, device, content, rows)
+        write_json(path, device, args.commit, content, rows)
         print(f"\nwrote {path}")
     if red or failed:
         print(f"\n{len(red)} red gate(s), {len(failed)} failed measurement(s) on {device_name(device)}")
@@ -138,11 +135,12 @@ def _parse(argv: Sequence[str] | None, known: dict[str, Op]) -> argparse.Namespa
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"one of {', '.join(known)}; default: all")
     shape_help = "default: small on a CPU, all others on a GPU"
     parser.add_argument("--shapes", nargs="+", default=[], choices=shapes, help=shape_help)
-    parser.add_argument("--dtype", choices=DTYPES, help="working dtype; default: bf16 on a GPU, f32 on a CPU")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="working dtype; default: bf16 on a GPU, f32 on a CPU")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--peers", action="store_true", help="also torch eager, torch.compile and other libraries")
     json_help = "write the figures to F; without F to bench/results/<device>/ops.json"
     parser.add_argument("--json", nargs="?", const="", metavar="F", help=json_help)
+    parser.add_argument("--commit", default="", help="commit to record, where there is no git checkout to ask")
     args = parser.parse_args(argv)
     if unknown := [name for name in args.ops if name not in known]:
         parser.error(f"OP: got {', '.join(unknown)}; expected some of {', '.join(known)}")

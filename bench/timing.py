@@ -38,21 +38,21 @@ class Timing:
 def measure(thunks: Sequence[Thunk], device: torch.device, budget_ms: float = BUDGET_MS) -> Timing:
     """Time one call of `thunks`, which do the same work on different inputs."""
     if device.type != "cuda":
-        return _summary(_host(thunks, budget_ms), "host clock")
+        return summary(_host(thunks, budget_ms), "host clock")
     for thunk in thunks:
         thunk()
     torch.cuda.synchronize(device)
     estimate = min(_events(thunks, device, 3))
     if estimate >= GRAPH_BELOW_MS:
-        return _summary(_events(thunks, device, _repeats(estimate, budget_ms)), "events")
+        return summary(_events(thunks, device, _repeats(estimate, budget_ms)), "events")
     try:
         times = _graph(thunks, device, estimate, budget_ms)
     except RuntimeError as e:
         torch.cuda.synchronize(device)
         reason = str(e).splitlines()[0][:80]
         times = _events(thunks, device, _repeats(estimate, budget_ms))
-        return _summary(times, f"events (no graph: {reason})")
-    return _summary(times, "graph")
+        return summary(times, f"events (no graph: {reason})")
+    return summary(times, "graph")
 
 
 def peak_bytes(thunk: Thunk, device: torch.device) -> int | None:
@@ -124,7 +124,8 @@ def _graph(thunks: Sequence[Thunk], device: torch.device, estimate: float, budge
     return [t / calls for t in times]
 
 
-def _summary(times: Sequence[float], method: str) -> Timing:
+def summary(times: Sequence[float], method: str) -> Timing:
+    """Median and percentiles of `times`, in milliseconds."""
     t = torch.tensor(sorted(times), dtype=torch.float64)
     low, mid, high = (float(torch.quantile(t, q)) for q in (0.2, 0.5, 0.8))
     return Timing(mid, low, high, len(times), method)

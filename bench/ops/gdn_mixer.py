@@ -37,20 +37,23 @@ def inputs(sizes: Sizes, dtype: torch.dtype, device: torch.device, gen: torch.Ge
 
 
 def calls(t: Inputs, sizes: Sizes) -> Calls:
-    proj, dout, vectors = t["proj"], t["dout"], [t[name] for name in VECTORS]
+    proj, dout = t["proj"], t["dout"]
+    conv, a_log, dt_bias, norm = (t[name] for name in VECTORS)
     out, dproj = blank(dout.shape, dout), blank(proj.shape, proj)
-    grads: dict[str, Any] = {name: blank(v.shape, v) for name, v in zip(VECTOR_GRADS, vectors, strict=True)}
+    grads: dict[str, Any] = {
+        grad: blank(t[name].shape, t[name]) for grad, name in zip(VECTOR_GRADS, VECTORS, strict=True)
+    }
     common: dict[str, Any] = {"dims": dims_of(sizes), "cu_seqlens": t["cu_seqlens"], "max_seqlen": sizes["window"]}
     common["eps"] = EPS
-    _, saved = gdn_mixer_fwd(proj, *vectors, **common)
+    _, saved = gdn_mixer_fwd(proj, conv, a_log, dt_bias, norm, **common)
     assert saved is not None
 
     def fwd() -> Results:
-        gdn_mixer_fwd(proj, *vectors, **common, out=out)
+        gdn_mixer_fwd(proj, conv, a_log, dt_bias, norm, **common, out=out)
         return {"out": out}
 
     def bwd() -> Results:
-        gdn_mixer_bwd(dout, saved, *vectors, **common, dproj=dproj, **grads)
+        gdn_mixer_bwd(dout, saved, conv, a_log, dt_bias, norm, **common, dproj=dproj, **grads)
         return {"dproj": dproj, **grads}
 
     return {"fwd": fwd, "bwd": bwd}
