@@ -48,31 +48,31 @@ def chunk_gated_delta_rule_ref(
     hv, dv = v.shape[2:]
     q = q.to(acc).repeat_interleave(hv // hk, 2) * (dk**-0.5 if scale is None else scale)
     k = k.to(acc).repeat_interleave(hv // hk, 2)
-    tokens = (q, k, v.to(acc), g.to(acc), beta.to(acc))
+    tokens = [q, k, v.to(acc), g.to(acc), beta.to(acc)]
     rows = batch if cu_seqlens is None else cu_seqlens.numel() - 1
     state = tokens[2].new_zeros(rows, hv, dk, dv) if initial_state is None else initial_state.to(acc)
     if cu_seqlens is None:
-        o, state = _recurrence(*tokens, state)
+        o, state = _recurrence(tokens, state)
     else:
         outs, states = [tokens[2][:, :0]], [state[:0]]
         starts = cu_seqlens.tolist()
         for s, (lo, hi) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
-            o, last = _recurrence(*(x[:, lo:hi] for x in tokens), state[s : s + 1])
+            o, last = _recurrence([x[:, lo:hi] for x in tokens], state[s : s + 1])
             outs.append(o)
             states.append(last)
         o, state = torch.cat(outs, 1), torch.cat(states)
     return o.to(v.dtype), state if output_final_state else None
 
 
-def _recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence of rows: q, k [B, T, H, DK], v [B, T, H, DV], g, beta [B, T, H], state [B, H, DK, DV]."""
+def _recurrence(tokens: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    """The recurrence of rows; tokens: q, k [B, T, H, DK], v [B, T, H, DV], g, beta [B, T, H], state [B, H, DK, DV]."""
     rows = []
-    for q_t, k_t, v_t, g_t, beta_t in zip(*(x.unbind(1) for x in (q, k, v, g, beta)), strict=True):
+    for q_t, k_t, v_t, g_t, beta_t in zip(*(x.unbind(1) for x in tokens), strict=True):
         state = state * g_t.exp()[..., None, None]
         d = beta_t[..., None] * (v_t - (k_t.unsqueeze(-2) @ state).squeeze(-2))
         state = state + k_t.unsqueeze(-1) * d.unsqueeze(-2)
         rows.append((q_t.unsqueeze(-2) @ state).squeeze(-2))
-    return torch.stack(rows, 1) if rows else v * 1, state
+    return torch.stack(rows, 1) if rows else tokens[2] * 1, state
 
 
 def gdn_mixer_ref(
