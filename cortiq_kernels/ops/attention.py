@@ -40,7 +40,8 @@ from cortiq_kernels.ops import checks
 from cortiq_kernels.ops.rms_norm import normalize, normalize_bwd, rms_norm_ref
 from cortiq_kernels.ops.sequences import SeqIndex, sequence_index
 
-BLOCK_Q = 256  # query rows a block: bounds the score matrix
+# Query rows a block: bounds the score matrix; on a CPU small enough that a block's scores stay in cache.
+BLOCK_Q = {"cpu": 64, "cuda": 256}
 
 
 class AttnDims(NamedTuple):
@@ -138,7 +139,7 @@ def attention_mixer_fwd(
     out_grid = out.view(grid.token_shape)
     gate_grid = _columns(proj, dims).gate.unflatten(0, (-1, max_seqlen)).unflatten(2, (dims.nkv, -1))
 
-    for start in range(0, max_seqlen, BLOCK_Q):
+    for start in range(0, max_seqlen, grid.block):
         scores, lo, stop = grid.scores(start)
         top = scores.amax(-1, keepdim=True)
         scores.sub_(top).exp_()
@@ -199,7 +200,7 @@ def attention_mixer_bwd(
     do = grid.heads(do)
     dq, dk, dv = torch.empty_like(grid.q), torch.zeros_like(grid.k), torch.zeros_like(grid.v)
 
-    for start in range(0, max_seqlen, BLOCK_Q):
+    for start in range(0, max_seqlen, grid.block):
         p, lo, stop = grid.scores(start)
         p.sub_(lse[..., start:stop].flatten(2).unsqueeze(-1)).exp_()  # [B, nkv, G*Q, keys]
         do_block = do[..., start:stop, :].flatten(2, 3)
@@ -253,6 +254,7 @@ class _Grid:
         acc = checks.acc_dtype(proj.dtype)
         positions = (sequence_index(cu_seqlens, proj.shape[0]) if index is None else index).positions
         self.batch, self.window, self.groups = proj.shape[0] // window, window, dims.nq // dims.nkv
+        self.block = BLOCK_Q.get(proj.device.type, BLOCK_Q["cpu"])
         self.token_shape = (self.batch, window, dims.nkv, self.groups, dims.hd)
         self.cos, self.sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [N, 1, rot/2]
         # A query sees exactly the keys from its own sequence's start to itself.
@@ -279,7 +281,7 @@ class _Grid:
 
     def scores(self, start: int) -> tuple[Tensor, int, int]:
         """Masked scores of one block of queries. -> ([B, nkv, G*Q, stop - lo], first key, one past the last key)."""
-        stop = min(start + BLOCK_Q, self.window)
+        stop = min(start + self.block, self.window)
         first = self.first[:, start:stop]
         # On the CPU the earliest key is free to read, and packed records make most of the keys before it dead.
         lo = 0 if first.device.type != "cpu" or first.numel() == 0 else int(first.min())

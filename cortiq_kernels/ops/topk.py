@@ -13,11 +13,12 @@ Maths (per row z of the first valid_vocab columns)
 | lse, mass | [n] | f32, or None |
 
 Ties go to the lowest id and −0 equals +0, so the answer depends on the values alone: not on the device, the batch or
-the run. NaN ranks below −inf and has probability 0, like −inf. A row without a single finite logit has probs 0, lse
-−inf and mass 0; a row that holds +inf has NaN probs, as softmax has. No gradients, no host synchronisation.
+the run. NaN counts as −inf, the lowest there is. A row without a single finite logit has probs 0, lse −inf and mass 0;
+a row that holds +inf has NaN probs, as softmax has. No gradients, no host synchronisation.
 
-How: each value maps to an integer of the same order, with the reversed id in the low 32 bits. These keys are distinct,
-so any top-k of them is the same. Rows are taken a bounded number at a time.
+How: a library top-k is exact in its values but picks any id among equals. So it is asked for the k-th value τ; what
+lies above τ is certain, and a second top-k, over the reversed ids of the entries equal to τ, fills up from the lowest
+id. The at most 2k candidates are then sorted. Rows are taken a bounded number at a time.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ from torch import Tensor
 
 from cortiq_kernels.ops import checks
 
-_LOW = 0xFFFFFFFF
-# Elements in flight. A key is 8 bytes and there are three temporaries of that size.
-_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
+# Elements in flight; the temporaries take about 12 bytes for each.
+_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
 class TopK(NamedTuple):
@@ -72,40 +72,33 @@ def topk_softmax(logits: Tensor, k: int, *, valid_vocab: int | None = None, retu
     rows = max(1, _ELEMENTS.get(logits.device.type, _ELEMENTS["cpu"]) // vocab)
     for a in range(0, n, rows):
         z = logits[a : a + rows, :vocab]
-        chosen = _select(z, k)  # [rows, k]
+        z = z.masked_fill(z.isnan(), float("-inf"))
+        chosen, values = _select(z, k)  # [rows, k]
         ids[a : a + rows] = chosen
-        values = _nan_to_lowest(z.gather(1, chosen).to(checks.acc_dtype(z.dtype)))
+        values = values.to(checks.acc_dtype(z.dtype))
         top = values[:, :1]
         # A row of -inf alone would be exp(-inf + inf).
         e = torch.exp(values - torch.where(top == float("-inf"), 0.0, top))
         total = e.sum(-1, keepdim=True)
         probs[a : a + rows] = e / torch.where(total == 0, 1.0, total)
         if lse is not None and mass is not None:
-            full = torch.logsumexp(_nan_to_lowest(z.to(values.dtype)), dim=-1)
+            full = torch.logsumexp(z.to(values.dtype), dim=-1)
             lse[a : a + rows] = full
             share = torch.exp(torch.logsumexp(values, dim=-1) - full)
             mass[a : a + rows] = torch.where(full == float("-inf"), 0.0, share)
     return TopK(ids, probs, lse, mass)
 
 
-def _nan_to_lowest(z: Tensor) -> Tensor:
-    return z.masked_fill(z.isnan(), float("-inf"))
-
-
-def _select(z: Tensor, k: int) -> Tensor:
-    """Column ids of the k largest by (value descending, id ascending), int64 [rows, k]."""
-    if z.dtype == torch.float64:
-        # 64 bits of value leave no room for the id; only tests come here, so a stable sort will do.
-        return torch.sort(_ordered(z, torch.int64), dim=-1, descending=True, stable=True).indices[:, :k]
+def _select(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(column ids int64, values) [rows, k] of the k largest by (value descending, id ascending). z has no NaN."""
     vocab = z.shape[1]
-    key = _ordered(z.to(torch.float32), torch.int32).to(torch.int64)
-    key = (key << 32).add_(torch.arange(vocab - 1, -1, -1, device=z.device))
-    best = torch.topk(key, k, dim=-1, largest=True, sorted=True).values
-    return (vocab - 1) - (best & _LOW)
-
-
-def _ordered(z: Tensor, integer: torch.dtype) -> Tensor:
-    """Integers in the order of the floats: −0 as +0, NaN as the lowest of all."""
-    info = torch.iinfo(integer)
-    bits = (z + 0.0).view(integer)
-    return torch.where(bits < 0, bits ^ info.max, bits).masked_fill_(z.isnan(), info.min)
+    values, ids = torch.topk(z, k, dim=-1)
+    least = values.amin(-1, keepdim=True)  # τ
+    above = torch.where(values > least, ids, vocab)  # vocab marks a candidate that is none
+    reverse = torch.arange(vocab, 0, -1, dtype=torch.int32, device=z.device)
+    equal = vocab - torch.topk(torch.where(z == least, reverse, 0), k, dim=-1).values.long()
+    # Sorted by id, then stably by value. There are k real candidates or more, and none of value -inf comes before them.
+    candidates = torch.cat((above, equal), dim=-1).sort(dim=-1).values
+    values = z.gather(1, candidates.clamp(max=vocab - 1)).masked_fill(candidates == vocab, float("-inf"))
+    values, order = torch.sort(values, dim=-1, descending=True, stable=True)
+    return candidates.gather(1, order[:, :k]), values[:, :k]
