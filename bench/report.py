@@ -103,8 +103,7 @@ def headline(device: torch.device, commit: str = "") -> str:
     """The environment in one line."""
     where, versions = environment(device, commit), backend.versions()
     return (
-        f"{where['device']}, torch {versions['torch']}, triton {versions['triton'] or 'none'}, "
-        f"commit {where['commit']}"
+        f"{where['device']}, torch {versions['torch']}, triton {versions['triton'] or 'none'}, commit {where['commit']}"
     )
 
 

@@ -66,10 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = gemm_work(g, n)
     best = floor.ms(work)
     peak = backend.peak_bytes(device)
+    memory = "not counted on a CPU" if peak is None else f"{peak / 2**30:.2f} GiB"
     print(
         f"step {timing.median:.2f} ms (p20 {timing.p20:.2f}, p80 {timing.p80:.2f}), "
         f"{n / timing.median * 1e3:.0f} tokens/s, {100 * best / timing.median:.1f} % of floor "
-        f"({best:.2f} ms of matrix products), peak {'not counted on a CPU' if peak is None else f'{peak / 2**30:.2f} GiB'}, first step {cold:.1f} s"
+        f"({best:.2f} ms of matrix products), peak {memory}, first step {cold:.1f} s"
     )
     if args.json is not None:
         path = Path(args.json) if args.json else results_path(device, f"step-{args.size}.json")

@@ -80,9 +80,7 @@ def transformers(t: Inputs, sizes: Sizes) -> Calls:
 
     groups = sizes["nv"] // sizes["nk"]
     q, k = (t[name].repeat_interleave(groups, dim=2) for name in ("q", "k"))
-    return through_autograd(
-        lambda *a: torch_chunk_gated_delta_rule(*a)[0], [q, k, t["v"], t["g"], t["beta"]], t["do"]
-    )
+    return through_autograd(lambda *a: torch_chunk_gated_delta_rule(*a)[0], [q, k, t["v"], t["g"], t["beta"]], t["do"])
 
 
 ENTRY = Op(

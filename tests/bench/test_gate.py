@@ -149,18 +149,18 @@ def test_results_have_a_place_by_device():
     assert results_path(CPU, "ops.json") == ROOT / "bench" / "results" / "cpu" / "ops.json"
 
 
-SMALL_STEP = "--size small --device cpu --batch 1 --window 32 --topk 4 --steps 2 --rate 1e-3".split()
+SMALL_STEP = ["--size", "small", "--device", "cpu", "--batch", "1", "--window", "32", "--topk", "4", "--steps", "2"]
 
 
 def test_step_loss_falls_and_is_recorded(tmp_path: Path):
     out = tmp_path / "s.json"
-    assert step.main([*SMALL_STEP, "--json", str(out)]) == 0
+    assert step.main([*SMALL_STEP, "--rate", "1e-3", "--json", str(out)]) == 0
     losses = json.loads(out.read_text())["step"]["loss_by_step"]
     assert len(losses) == 3 and losses[-1] < losses[0]
 
 
 def test_step_that_does_not_learn_reports_no_time(capsys: pytest.CaptureFixture[str]):
-    assert step.main([*SMALL_STEP[:-1], "0"]) == 1
+    assert step.main([*SMALL_STEP, "--rate", "0"]) == 1
     printed = capsys.readouterr().out
     assert "the loss did not fall" in printed and "tokens/s" not in printed
 
