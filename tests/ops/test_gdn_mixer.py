@@ -220,9 +220,9 @@ def test_matches_transformers(rng):
     layer = hf.Qwen3_5GatedDeltaNet(config, 0)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for name, p in layer.named_parameters():
-            if name not in ("A_log", "dt_bias"):
-                p.copy_(0.5 * torch.randn(p.shape, generator=generator))
+        for p in layer.parameters():
+            p.copy_(0.5 * torch.randn(p.shape, generator=generator))
+        layer.A_log.copy_(torch.linspace(0.01, 16, 4).log())
     x = torch.randn(2, 75, 24, generator=generator)
     dy = torch.randn(2, 75, 24, generator=generator)
     y = layer(x)
@@ -244,7 +244,8 @@ def test_matches_transformers(rng):
         ("dt_bias", grads[2], layer.dt_bias.grad),
         ("norm", grads[3], layer.norm.weight.grad),
     ):
-        assert (got - want).norm() <= 2e-5 * want.norm(), (name, (got - want).norm() / want.norm())
+        # theirs sums the decay in float32, which alone costs up to 8e-5 in the gradients of A_log and dt_bias
+        assert (got - want).norm() <= 2e-4 * want.norm(), (name, (got - want).norm() / want.norm())
 
 
 def test_errors(rng):
