@@ -46,8 +46,8 @@ import importlib, os, sys, threading, warnings
 import torch, numpy, rich.console, tyro, jinja2, safetensors, tokenizers
 env, threads, numpy_state = dict(os.environ), threading.active_count(), numpy.random.get_state()[1].sum()
 settings = lambda: (
-    torch.get_default_dtype(), torch.get_num_threads(), torch.initial_seed(), torch.is_grad_enabled(), warnings.filters[:],
-    torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32,
+    warnings.filters[:], torch.get_default_dtype(), torch.get_num_threads(), torch.initial_seed(),
+    torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32,
 )
 before = settings()
 for name in sys.argv[1:]:

@@ -41,6 +41,14 @@ def test_metadata():
     assert function in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
 
 
+def test_python_in_the_readme_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    assert len(blocks) >= 2
+    for block in blocks:
+        done = subprocess.run([sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{block}\n{done.stderr}"
+
+
 def test_what_is_imported_is_declared():
     """Every third-party import of the package is a dependency, or one of an extra."""
     project = PROJECT["project"]
