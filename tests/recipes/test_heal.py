@@ -81,9 +81,11 @@ def test_only_what_trains_changes(cfg, build, train, train_from):
         trains = layer >= train_from and (train != "mlp" or ".mlp." in name) if layer >= 0 else train == "all"
         assert torch.equal(t, after[name]) != trains, name
     g = open_model(cfg.student).geometry
-    assert report.trained_parameters == sum(
-        t.numel() for n, t in before.items() if not torch.equal(t, after[n])
-    ) == heal_plan.trained_parameters(g, train, train_from)
+    assert (
+        report.trained_parameters
+        == sum(t.numel() for n, t in before.items() if not torch.equal(t, after[n]))
+        == heal_plan.trained_parameters(g, train, train_from)
+    )
 
 
 def test_cached_prefix_is_exact(cfg, build, monkeypatch):
@@ -137,7 +139,7 @@ def test_untouched_student_is_a_candidate(cfg, build):
 
 
 def test_nonfinite_step_changes_no_byte_and_is_not_counted(cfg, monkeypatch):
-    """A planted inf in the gradient: masters, moments and planes keep every bit; the step is done again on the next batch."""
+    """A planted inf in the gradient: no bit of masters and moments changes; the next batch follows."""
     real, calls, checked = Trainer.step, [], []
 
     def step(self, micros, rate, **kw):
