@@ -227,8 +227,8 @@ def gdn_mixer_bwd(
     _l2_norm_bwd(grads.dq, front.q, front.q_rstd, float(dims.dk), dq_grid)
     _l2_norm_bwd(grads.dk, front.k, front.k_rstd, 1.0, dk_grid)
     dv_grid.copy_(grads.dv)
-    d_pre = torch.ops.aten.silu_backward(d_act, front.pre)[:, :length]
-    d_x = d_act[:, :length]
+    torch.ops.aten.silu_backward.grad_input(d_act, front.pre, grad_input=d_act)
+    d_pre, d_x = d_act[:, :length], front.pre[:, :length]  # pre has been read, its memory serves again
     fresh = dconv if dconv is None or not accumulate else torch.empty_like(dconv)
     causal_conv_bwd(d_pre, front.x, conv_weight, positions, dx=d_x, dweight=fresh)
     if dconv is not None and accumulate and fresh is not None:
