@@ -30,7 +30,9 @@ def plan_text(plan: dict[str, Any]) -> str:
     models = {k: plan[k] for k in ("student", "teacher", "model") if plan.get(k)} | plan.get("models", {})
     lines += [f"  {name:16}{model_text(m)}" for name, m in models.items()]
     data = plan["data"]
-    facts = [f"{v} {k.replace('_', ' ')}" for k, v in data.items() if isinstance(v, int)]
+    splits = data.get("records", {})
+    facts = [f"{splits[k]} {'records' if k == 'records' else k}" for k in ("records", "train", "val") if k in splits]
+    facts += [f"{v} {k.replace('_', ' ')}" for k, v in data.items() if isinstance(v, int)]
     facts += [f"{v} {k} scored tokens" for k, v in data.get("scored_tokens", {}).items()]
     lines.append(f"  {'data':16}{data['path']}: {', '.join(facts)}")
     if "steps" in plan:

@@ -28,7 +28,7 @@ class Sequences(NamedTuple):
 
     cu_seqlens: Tensor  # [S + 1] int32
     max_seqlen: int
-    index: SeqIndex
+    index: SeqIndex  # type: ignore[assignment]  # hides tuple.index, which nobody asks of it
     cos: Tensor  # [max_seqlen, rot / 2]
     sin: Tensor  # [max_seqlen, rot / 2]
 
