@@ -136,9 +136,12 @@ def write_json(
 def pick_device(asked: str) -> torch.device:
     """The package's own choice of device; asking for what is not there ends the run with its one line."""
     try:
-        return backend.pick_device(asked).device
+        device = backend.pick_device(asked).device
     except ValueError as e:
         raise SystemExit(str(e)) from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # events and graphs are those of the current device
+    return device
 
 
 def _git(*command: str) -> str:

@@ -56,9 +56,10 @@ def measure(thunks: Sequence[Thunk], device: torch.device, budget_ms: float = BU
 
 
 def peak_bytes(thunk: Thunk, device: torch.device) -> int | None:
-    """Most memory that one call holds beyond what was there before; None on a CPU, where torch does not count."""
+    """Most memory that one warm call holds beyond what was there before; None on a CPU, where torch does not count."""
     if device.type != "cuda":
         return None
+    thunk()  # library workspaces and compilation are of the first call only
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
