@@ -1,7 +1,7 @@
 """Shared fixtures.
 
-Memory that the package allocates with `torch.empty*` is filled with NaN while a test runs, so an element that an op forgets
-to write is seen instead of being zero by luck.
+Memory that the package allocates with `torch.empty*` is filled with NaN while a test runs, so an element that an op
+forgets to write is seen instead of being zero by luck.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import sys
 import pytest
 import torch
 
-torch.set_num_threads(2)
+# Tensors here are tiny, and two busy threads waiting for each other cost milliseconds a call.
+torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""The model family written as plainly as possible, for autograd: one sequence at a time, one token at a time in the GDN.
+"""The model family written as plainly as possible, for autograd: one sequence at a time, one token at a time in the
+GDN.
 
 Nothing here is shared with the package but the names of the weights, so it can be the oracle of the explicit step.
 """

@@ -1,4 +1,5 @@
-"""Parity with transformers' Qwen3.5: logits, loss and every gradient on random geometries, through a directory on disk."""
+"""Parity with transformers' Qwen3.5: logits, loss and every gradient on random geometries, through a directory on
+disk."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ CASES = {
 def save(case: str, path, dtype=torch.float32, seed=0):
     """A random transformers model, moved away from its init, saved as a directory."""
     torch.manual_seed(seed)
-    cfg = transformers.Qwen3_5TextConfig(**{k: v for k, v in config(**CASES[case]).items() if k not in ("architectures",)})
+    fields = {k: v for k, v in config(**CASES[case]).items() if k != "architectures"}
+    cfg = transformers.Qwen3_5TextConfig(**fields)
     cfg._attn_implementation = "eager"
     model = transformers.Qwen3_5ForCausalLM(cfg).to(dtype).eval()
     with torch.no_grad():
@@ -96,7 +98,8 @@ def test_bfloat16_is_no_worse_than_transformers(case, tmp_path):
 
 
 def test_a_directory_we_write_loads_in_transformers(tmp_path):
-    """Train a step, export, load in transformers: the logits are those of our own weights, and the config is unchanged."""
+    """Train a step, export, load in transformers: the logits are those of our own weights, and the config is
+    unchanged."""
     from cortiq_kernels.model import write_model
 
     save("gva2_tied", tmp_path / "m")
@@ -111,4 +114,5 @@ def test_a_directory_we_write_loads_in_transformers(tmp_path):
     with torch.no_grad():
         want = theirs(b.tokens.view(2, -1)).logits.reshape(logits.shape)
     assert (logits - want).abs().max() <= 1e-4 * want.abs().max()
-    assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((tmp_path / "m/config.json").read_text())
+    written, original = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("out", "m"))
+    assert written == original

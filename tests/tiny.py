@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from cortiq_kernels.data.batches import Batch
 from cortiq_kernels.model.geometry import Geometry
 

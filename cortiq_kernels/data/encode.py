@@ -32,6 +32,8 @@ LOSS_ON = ("completion", "all")
 
 
 class Encoded(NamedTuple):
+    """Token ids of one record, and where its scored part starts."""
+
     ids: np.ndarray  # [n] int32
     first_target: int
     by_characters: bool = False  # the boundary was found by character offsets

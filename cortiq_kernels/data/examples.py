@@ -38,6 +38,8 @@ class Problem(ValueError):
 
 
 class Example(NamedTuple):
+    """One checked line of the input: its fields, and its content by kind (text, prompt, messages or ids)."""
+
     line: int
     rid: str
     split: str

@@ -1,10 +1,12 @@
 """The explicit training step: buffers, forward, loss, backward (forward reversed), update. No autograd, no nn.Module.
 
-    embed -> [ add+norm -> in_proj -> mixer -> out_proj -> add+norm -> gate_up -> SwiGLU -> down ] * L -> add+norm -> head+loss
+    embed
+    L times: add+norm -> in_proj -> mixer -> out_proj -> add+norm -> gate_up -> SwiGLU -> down
+    add+norm -> head and loss
 
-`forward.py` and `backward.py` list the same calls in opposite order over the buffers of `buffers.py`; `loss.py` is the one
-call that turns hidden states into a loss and their gradient; `update.py` is Adam over flat memory; `train.py` strings them
-together for micro-batches, and for evaluation.
+`forward.py` and `backward.py` list the same calls in opposite order over the buffers of `buffers.py`; `loss.py` is the
+one call that turns hidden states into a loss and their gradient; `update.py` is Adam over flat memory; `train.py`
+strings them together for micro-batches, and for evaluation.
 """
 
 from cortiq_kernels.step.buffers import Buffers

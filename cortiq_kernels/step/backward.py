@@ -1,8 +1,9 @@
 """Backward of the stack: `forward.py` read from the bottom up, one call for one call.
 
-`dx` [N, H] is the gradient of the residual stream, in the working dtype. A branch's gradient is `dx` itself (the residual add),
-and each norm adds its share (`+=`). Weight gradients go to the trained store's flat gradient in the accumulation dtype, `=` on
-the first micro-batch of a step and `+=` after (`accumulate`); what is not trained gets none and costs nothing.
+`dx` [N, H] is the gradient of the residual stream, in the working dtype. A branch's gradient is `dx` itself (the
+residual add), and each norm adds its share (`+=`). Weight gradients go to the trained store's flat gradient in the
+accumulation dtype, `=` on the first micro-batch of a step and `+=` after (`accumulate`); what is not trained gets none
+and costs nothing.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def layer_backward(
     mask: Tensor | None,
     dmask: Tensor | None,
 ) -> None:
+    """One layer, MLP then mixer: buf.dx becomes the gradient of the stream that entered the layer."""
     g, at, dx = w.geometry, f"layers.{i}.", buf.dx
     f = g.intermediate[i]
     dact = linear_bwd_x(dx, w[at + "down"], out=cut(buf.dact, f))
@@ -99,6 +101,7 @@ def layer_backward(
 def gdn_backward(
     w: Weights, s: LayerSlots, at: str, dmix: Tensor, dproj: Tensor, dn: Tensor, seqs: Sequences, accumulate: bool
 ) -> Tensor:
+    """dmix [N, O] -> gradient of the normed input, in `dn`; the mixer's and the projection's gradients."""
     gdn_mixer_bwd(
         dmix,
         s.mixer,
@@ -125,6 +128,7 @@ def gdn_backward(
 def attn_backward(
     w: Weights, s: LayerSlots, at: str, dmix: Tensor, dproj: Tensor, dn: Tensor, seqs: Sequences, accumulate: bool
 ) -> Tensor:
+    """dmix [N, O] -> gradient of the normed input, in `dn`; the mixer's and the projection's gradients."""
     attention_mixer_bwd(
         dmix,
         s.mixer,

@@ -13,9 +13,9 @@ activations are kept holds, in the working dtype:
     | n_mlp   | [N, H]  | the same                                | dW of gate/up                     |
     | gate_up | [N, 2F] | gate/up projection                      | SwiGLU backward (act is recomputed) |
 
-that is N * (4H + P + O + 2F) elements a layer, and what each mixer says it saves. Layers that are not kept (frozen ones, and
-all of them in an evaluation) share one such set. Scratch of any layer: r [N, H] (a branch's output), act [N, F], and the
-gradients dx, dn [N, H], dact [N, F], dgate_up [N, 2F], dproj [N, P], dmix [N, O].
+that is N * (4H + P + O + 2F) elements a layer, and what each mixer says it saves. Layers that are not kept (frozen
+ones, and all of them in an evaluation) share one such set. Scratch of any layer: r [N, H] (a branch's output), act [N,
+F], and the gradients dx, dn [N, H], dact [N, F], dgate_up [N, 2F], dproj [N, P], dmix [N, O].
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def mixer_widths(geometry: Geometry, layer: int) -> tuple[int, int]:
 
 @dataclass
 class Buffers:
-    """Activations and scratch for `n` tokens of the layers `first ..`, kept from layer `save_from` on (None: nothing is kept).
+    """Activations and scratch for `n` tokens of the layers `first ..`, kept from layer `save_from` on (None: none).
 
     Allocated once; a forward or backward over `n` tokens allocates nothing here. `nbytes` is what these buffers take.
     """

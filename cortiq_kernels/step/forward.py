@@ -1,13 +1,13 @@
 """Forward of the stack, as a list of op calls. `backward.py` is this file read from the bottom up.
 
-Everything is token-major `[N, .]`, N = batch * max_seqlen. A branch's output `r` is added to the residual stream by the next
-norm (`add_rms_norm`), so `x` and `r` travel as a pair from layer to layer.
+Everything is token-major `[N, .]`, N = batch * max_seqlen. A branch's output `r` is added to the residual stream by
+the next norm (`add_rms_norm`), so `x` and `r` travel as a pair from layer to layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -23,12 +23,13 @@ from cortiq_kernels.ops.swiglu import swiglu_mlp_fwd
 from cortiq_kernels.step.buffers import Buffers, LayerSlots, cut
 
 
-class Sequences(NamedTuple):
+@dataclass(frozen=True)
+class Sequences:
     """Where sequences start among N tokens, and what every mixer needs to know of it; built once per batch."""
 
     cu_seqlens: Tensor  # [S + 1] int32
     max_seqlen: int
-    index: SeqIndex  # type: ignore[assignment]  # hides tuple.index, which nobody asks of it
+    index: SeqIndex
     cos: Tensor  # [max_seqlen, rot / 2]
     sin: Tensor  # [max_seqlen, rot / 2]
 
@@ -44,10 +45,12 @@ def rope_for(w: Weights, max_seqlen: int) -> tuple[Tensor, Tensor]:
 
 
 def gdn_dims(g: Geometry) -> GdnDims:
+    """Sizes of the GDN mixer."""
     return GdnDims(g.nk, g.nv, g.dk, g.dv, g.conv)
 
 
 def attn_dims(g: Geometry) -> AttnDims:
+    """Sizes of the attention mixer."""
     return AttnDims(g.nq, g.nkv, g.hd, g.rot)
 
 
@@ -57,12 +60,18 @@ def embed(w: Weights, buf: Buffers, tokens: Tensor) -> Tensor:
 
 
 def forward(
-    w: Weights, buf: Buffers, x: Tensor, seqs: Sequences, *, save: bool = True, masks: Mapping[int, Tensor] | None = None
+    w: Weights,
+    buf: Buffers,
+    x: Tensor,
+    seqs: Sequences,
+    *,
+    save: bool = True,
+    masks: Mapping[int, Tensor] | None = None,
 ) -> Tensor:
     """Residual stream entering layer `buf.first` -> hidden states [N, H] for the head (after the final norm).
 
-    `save` keeps what the backward needs in `buf` (layers from `buf.save_from` on). `masks` maps a layer to its per-neuron
-    gate [F] (absent: 1). `x` may be `buf.x_out`; it is not changed.
+    `save` keeps what the backward needs in `buf` (layers from `buf.save_from` on). `masks` maps a layer to its
+    per-neuron gate [F] (absent: 1). `x` may be `buf.x_out`; it is not changed.
     """
     x, r = layers_forward(w, buf, x, seqs, buf.first, w.geometry.n_layers, save=save, masks=masks)
     _, buf.final_norm = add_rms_norm_fwd(x, r, w["final_norm"], w.geometry.eps, x_out=buf.x_out, out=buf.hidden)
@@ -95,8 +104,20 @@ def layers_forward(
 
 
 def layer_forward(
-    w: Weights, buf: Buffers, s: LayerSlots, i: int, x: Tensor, r: Tensor | None, seqs: Sequences, save: bool, mask: Tensor | None
+    w: Weights,
+    buf: Buffers,
+    s: LayerSlots,
+    i: int,
+    x: Tensor,
+    r: Tensor | None,
+    seqs: Sequences,
+    save: bool,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """One layer: adds `r` to the stream, runs mixer and MLP; returns (stream after the mixer, the MLP's output).
+
+    `save`: keep what the mixer's backward needs. `mask` [F]: the layer's per-neuron gate.
+    """
     g, at = w.geometry, f"layers.{i}."
     n, s.norm_mix = add_rms_norm_fwd(x, r, w[at + "input_norm"], g.eps, x_out=s.x_mix, out=s.n_mix)
     mix_forward = gdn_forward if g.layer_types[i] == "linear_attention" else attn_forward
@@ -110,6 +131,7 @@ def layer_forward(
 
 
 def gdn_forward(w: Weights, s: LayerSlots, at: str, n: Tensor, seqs: Sequences, save: bool) -> None:
+    """Input projection and GDN mixer: n [N, H] -> s.proj, s.mix, s.mixer."""
     linear_fwd(n, w[at + "in_proj"], out=s.proj)
     _, s.mixer = gdn_mixer_fwd(
         s.proj,
@@ -128,6 +150,7 @@ def gdn_forward(w: Weights, s: LayerSlots, at: str, n: Tensor, seqs: Sequences, 
 
 
 def attn_forward(w: Weights, s: LayerSlots, at: str, n: Tensor, seqs: Sequences, save: bool) -> None:
+    """q/k/v projection and attention mixer: n [N, H] -> s.proj, s.mix, s.mixer."""
     linear_fwd(n, w[at + "qkv_proj"], out=s.proj)
     _, s.mixer = attention_mixer_fwd(
         s.proj,

@@ -1,9 +1,10 @@
 """Hidden states and targets -> loss, and the gradient that the backward starts from.
 
-A row of weight w costs w * KL(target || softmax(z)) over the whole vocabulary; a step's loss is the sum over all its rows
-divided by the sum of w over the whole step (all micro-batches), so windows with few scored rows weigh what their rows weigh.
-`Targets.const` is sum_rows w * (H(target) - (1 - alpha) * H(b)), the constant that turns the KL into the reported
-alpha * CE + (1 - alpha) * KL(b || q); it has no gradient, and is 0 for pure distillation and for pure next-token loss.
+A row of weight w costs w * KL(target || softmax(z)) over the whole vocabulary; a step's loss is the sum over all its
+rows divided by the sum of w over the whole step (all micro-batches), so windows with few scored rows weigh what their
+rows weigh. `Targets.const` is sum_rows w * (H(target) - (1 - alpha) * H(b)), the constant that turns the KL into the
+reported alpha * CE + (1 - alpha) * KL(b || q); it has no gradient, and is 0 for pure distillation and for pure
+next-token loss.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def head_loss(
 ) -> Tensor:
     """Sum over rows of w * KL + const, 0-d float64, not yet divided by the sum of weights.
 
-    With `need_grad`, buf.dhidden [N, H] `=` d(grad_scale * sum)/dhidden, and the head's gradient `=`/`+=` when it trains.
+    With `need_grad`, buf.dhidden [N, H] `=` d(grad_scale * sum)/dhidden, and the head's gradient `=`/`+=` when it
+    trains.
     """
     result = head_topk_kl_fwd_bwd(
         buf.hidden,

@@ -3,7 +3,8 @@
     for each micro-batch: embed -> forward -> head and loss -> backward (-> embedding scatter)
     then once:            update
 
-Nothing here waits for the device. `Trainer.read` does, on purpose and once: it brings loss, norm and counters to the host.
+Nothing here waits for the device. `Trainer.read` does, on purpose and once: it brings loss, norm and counters to the
+host.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from cortiq_kernels.step.update import AdamOptions, update
 
 
 class Micro(NamedTuple):
-    """One micro-batch on the device: a batch, its targets, and (frozen prefix) the residual stream that enters the first layer."""
+    """One micro-batch on the device: a batch, its targets, and (frozen prefix) the residual stream that enters the
+    first layer."""
 
     batch: Batch
     targets: Targets
@@ -61,15 +63,14 @@ class Trainer:
             raise ValueError(
                 "Trainer: weights train nothing; got train=None; load them with train='layers' | 'mlp' | 'all'"
             )
-        self.buffers = Buffers(
-            w.geometry, self.n, w.dtype, w.device, first=w.first_layer, save_from=w.train_from
-        )
+        self.buffers = Buffers(w.geometry, self.n, w.dtype, w.device, first=w.first_layer, save_from=w.train_from)
         self.state = AdamState.new(w.device, scale=self.loss_scale)
         self.rope = rope_for(w, self.max_seqlen)
         self.loss = torch.zeros((), dtype=torch.float64, device=w.device)
 
     def gradients(self, micros: Sequence[Micro], *, from_layer: int | None = None) -> Tensor:
-        """Gradients of the mean loss over `micros`, times the loss scale, into `weights.trained.grad`; returns the loss (0-d)."""
+        """Gradients of the mean loss over `micros`, times the loss scale, into `weights.trained.grad`; returns the
+        loss (0-d)."""
         w, buf = self.weights, self.buffers
         stop = w.train_from if from_layer is None else from_layer
         weight_sum = sum(m.batch.weight_sum for m in micros)
@@ -94,7 +95,8 @@ class Trainer:
         from_layer: int | None = None,
         factor: Callable[[int], float] | None = None,
     ) -> None:
-        """Gradients, then the update. `from_layer` and `factor` are the trained window and per-layer rates (genesis)."""
+        """Gradients, then the update. `from_layer` and `factor` are the trained window and per-layer rates
+        (genesis)."""
         self.gradients(micros, from_layer=from_layer)
         self.apply(rate, from_layer=from_layer, factor=factor)
 
@@ -144,7 +146,8 @@ class Evaluator:
         return forward(w, buf, embed(w, buf, batch.tokens) if x is None else x, seqs, save=False)
 
     def loss(self, micros: Iterable[Micro]) -> float:
-        """Mean loss over all rows of all micro-batches: sum of w * loss / sum of w. Waits for the device once, at the end."""
+        """Mean loss over all rows of all micro-batches: sum of w * loss / sum of w. Waits for the device once, at the
+        end."""
         w, buf = self.weights, self.buffers
         assert buf is not None
         total = torch.zeros((), dtype=torch.float64, device=w.device)

@@ -1,7 +1,7 @@
 """The update: global norm and finite check, then clip, Adam and 16-bit refresh over the flat trained memory.
 
-Accept or skip is decided on the device: a step whose loss or gradient is not finite leaves every byte of masters, moments and
-the 16-bit plane as it was, counts as skipped and halves the loss scale (float16).
+Accept or skip is decided on the device: a step whose loss or gradient is not finite leaves every byte of masters,
+moments and the 16-bit plane as it was, counts as skipped and halves the loss scale (float16).
 """
 
 from __future__ import annotations

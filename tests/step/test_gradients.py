@@ -64,8 +64,8 @@ def test_float32_is_close_to_float64():
 
 
 def test_micro_batches_weigh_their_rows():
-    """Loss and gradient of a step are sums over rows / sum of weights, however the windows are grouped (modelled on a report
-    where micro-batches counted equally)."""
+    """Loss and gradient of a step are sums over rows / sum of weights, however the windows are grouped (modelled on a
+    report where micro-batches counted equally)."""
     g, w, b, t = setup("gdn_and_attention")
     one, many = batch([[2]], 70, g.vocab, seed=3, scored=1.0), batch([[70], [69]], 70, g.vocab, seed=4)
     t1, t2 = Targets(*targets(one, g.vocab, 3)), Targets(*targets(many, g.vocab, 3))
