@@ -12,7 +12,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,19 +23,24 @@ SPARE_BYTES = 256 << 10
 _COPY_BLOCK = 16 << 20
 
 
-def check_destination(src: str | os.PathLike[str] | None, dst: str | os.PathLike[str], need_bytes: int) -> Path:
+def check_destination(
+    src: str | os.PathLike[str] | None,
+    dst: str | os.PathLike[str],
+    need_bytes: int,
+    also: Iterable[str | os.PathLike[str]] = (),
+) -> Path:
     """Refuse a destination that will not do, before any work; returns it with symlinks resolved.
 
     `src` is the model directory that is read (None for none), `need_bytes` what will be written
-    (`ModelDir.total_bytes()` is an upper bound for anything that does not grow).
+    (`ModelDir.total_bytes()` is an upper bound for anything that does not grow), `also` further directories that are
+    read.
 
-    Raises `ModelError` when `dst` is `src`, lies inside it or contains it (symlinks resolved on both sides), exists and
-    is not an empty directory, when its parent cannot be written to, or when the file system has less than `need_bytes`
-    and a little free. Creates nothing.
+    Raises `ModelError` when `dst` is one of those, lies inside it or contains it (symlinks resolved on both sides),
+    exists and is not an empty directory, when its parent cannot be written to, or when the file system has less than
+    `need_bytes` and a little free. Creates nothing.
     """
     place = Path(os.path.realpath(dst))
-    if src is not None:
-        source = Path(os.path.realpath(src))
+    for source in (Path(os.path.realpath(p)) for p in (src, *also) if p is not None):
         how = (
             "is"
             if place == source

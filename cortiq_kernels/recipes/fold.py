@@ -30,6 +30,7 @@ from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.recipes.errors import InputError, need
 from cortiq_kernels.recipes.fold_config import FoldConfig
 from cortiq_kernels.recipes.inputs import Progress, Ticks, geometry_summary, load_for, silent
+from cortiq_kernels.recipes.outputs import check_files
 from cortiq_kernels.recipes.provenance import provenance
 from cortiq_kernels.step import Buffers
 from cortiq_kernels.step.buffers import cut
@@ -102,6 +103,7 @@ def plan_fold(cfg: FoldConfig) -> FoldPlan:
     dtype = backend.pick_dtype(cfg.dtype, device.device)
     model = open_model(cfg.model)
     check_destination(model.path, cfg.out, model.total_bytes())
+    check_files("fold", cfg)
     least = min(model.geometry.intermediate)
     width = cfg.target_width(least)
     need(

@@ -1,0 +1,81 @@
+"""Files that a recipe writes beside its output: where they go, and that they never land on what it reads.
+
+No torch here: the command line needs `log_path` before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from cortiq_kernels.recipes.errors import refuse
+
+
+def log_path(recipe: str, cfg: Any) -> Path | None:
+    """Where the run log goes: `cfg.log`, else beside the output directory, else nowhere."""
+    if cfg.log is not None:
+        return Path(cfg.log)
+    if recipe == "score":
+        return None
+    return cfg.out.absolute().with_name(cfg.out.absolute().name + ".log.jsonl")
+
+
+def check_files(recipe: str, cfg: Any) -> None:
+    """Refuse, before any work, a run log or result file that would overwrite an input or get in the output's way.
+
+    Such a file must not be a directory, nor an input file, nor lie inside an input or output directory (symlinks
+    resolved). Inputs are the paths in `cfg` other than `out` and `log`. Raises `InputError`.
+    """
+    given = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
+    inputs = [p for name, v in given.items() if name not in ("out", "log") for p in _paths(v)]
+    log = log_path(recipe, cfg)
+    files = {"log": log} if log is not None else {}
+    folders = []
+    if recipe == "score":
+        files |= {"out": cfg.out} if cfg.out is not None else {}
+        if log is not None and cfg.out is not None and _real(log) == _real(cfg.out):
+            raise refuse("score: log", repr(str(log)), "another file than --out", "Set --log.")
+    else:
+        folders.append(cfg.out)
+    for name, file in files.items():
+        what, fix = f"{recipe}: {name}", f"Set --{name} to another place."
+        if file.is_dir():
+            raise refuse(what, f"the directory {str(file)!r}", "a file", fix)
+        for place in inputs:
+            if _inside(file, place):
+                raise refuse(what, repr(str(file)), f"a file that is not (in) the input {str(place)!r}", fix)
+        for place in folders:
+            if _inside(file, place):
+                raise refuse(what, repr(str(file)), f"a file outside --out {str(place)!r}", fix)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a text file beside its place and rename it, so that an error leaves an earlier one as it was."""
+    place = _real(path)
+    partial = place.with_name(f".{place.name}.partial")
+    try:
+        with open(partial, "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(partial, place)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _paths(value: Any) -> list[Path]:
+    """Paths in a setting: one, or a tuple of them."""
+    return [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Path)]
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
+
+
+def _inside(file: Path, place: Path) -> bool:
+    """Whether `file` is `place` or lies inside it, by name (symlinks resolved) or as another name of the same file."""
+    real, other = _real(file), _real(place)
+    return real == other or other in real.parents or (real.is_file() and other.is_file() and real.samefile(other))
