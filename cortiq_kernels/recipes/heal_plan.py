@@ -19,6 +19,7 @@ from cortiq_kernels.model.layout import plan_layout
 from cortiq_kernels.recipes.errors import need
 from cortiq_kernels.recipes.heal_config import HealConfig
 from cortiq_kernels.recipes.inputs import Joined, check_same_tokens, geometry_summary, layer_parameters, load_for
+from cortiq_kernels.recipes.outputs import check_files
 from cortiq_kernels.recipes.prefix import PrefixPlan, plan_prefix
 from cortiq_kernels.recipes.schedule import total_steps
 from cortiq_kernels.recipes.targets import TargetStore, asked_topk
@@ -121,7 +122,8 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
     dtype = backend.pick_dtype(cfg.dtype, device.device)
     student = open_model(cfg.student)
     g = student.geometry
-    check_destination(student.path, cfg.out, student.total_bytes())
+    check_destination(student.path, cfg.out, student.total_bytes(), [cfg.teacher] if cfg.teacher else [])
+    check_files("heal", cfg)
     last = g.n_layers - 1
     need(cfg.train_from <= last, "heal: train_from", cfg.train_from, f"0 .. {last} (layers)", "Set --train-from.")
     teacher = None
@@ -129,7 +131,6 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
         assert cfg.teacher is not None
         teacher = open_model(cfg.teacher)
         check_same_tokens(teacher, student, "teacher", "student")
-        check_destination(teacher.path, cfg.out, 0)
     dataset, pad_id = load_for(student, cfg.data, cfg.loss_on, ("train", "val"))
     packed = {s: pack(dataset.split(s), cfg.window, cfg.packing, pad_id) for s in ("train", "val")}
     train = train_batches(packed["train"].windows, cfg.batch)
@@ -144,13 +145,18 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
     if cfg.teacher is not None and teacher is None:
         notes.append("ce is 1: the teacher is not opened")
     host = int(HOST_SHARE * backend.host_free_bytes())
+    topk, spill = asked_topk(cfg.topk, cfg.alpha, g.vocab), 0
+    if teacher is not None:
+        spill = TargetStore.bytes_for(sum(b.n_scored for b in Joined(train, val)), topk)
+    if spill > host:  # the targets go to a file beside the output
+        check_destination(student.path, cfg.out, student.total_bytes() + spill)
     prefix = None
     if cfg.train_from > 0:
         prefix = plan_prefix(len(train) + len(val), cfg.batch * cfg.window, g.hidden, dtype.dtype, host)
     per_epoch = math.ceil(len(train) / cfg.accumulate)
     return HealPlan(
         cfg, device, dtype, student, teacher, dataset, train, val, per_epoch, total_steps(cfg.epochs, per_epoch),
-        asked_topk(cfg.topk, cfg.alpha, g.vocab), prefix, host, notes,
+        topk, prefix, host, notes,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ KL(b || q) = KL(target || q) + H(target) - (1 - alpha) * H(b); those last two, t
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,7 +53,8 @@ class TargetStore:
     """Targets of a list of batches in two flat host tensors; `store[i]` are those of batch i, as views.
 
     ids [sum of R, K] int32, probs [sum of R, K] float32. Above `spill_bytes` they lie in an unnamed temporary file in
-    `spill_dir` (gone with this object, or with the process); else in memory, pinned when `pin` (for a GPU).
+    `spill_dir` (gone with this object, or with the process; `OSError` at once if the disk has no room); else in
+    memory, pinned when `pin` (for a GPU).
     """
 
     def __init__(
@@ -73,7 +75,8 @@ class TargetStore:
         self.const = [0.0] * len(rows)
         if self.spilled:
             with tempfile.NamedTemporaryFile(dir=spill_dir, prefix=".targets-") as file:
-                file.truncate(self.nbytes)
+                # A sparse file on a disk that fills up later would end the process at the write (SIGBUS).
+                os.posix_fallocate(file.fileno(), 0, self.nbytes)
                 mapped = torch.from_file(file.name, shared=True, size=self.nbytes, dtype=torch.uint8)
             half = self.nbytes // 2
             self.ids = mapped[:half].view(torch.int32).view(total, k)
