@@ -15,6 +15,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +32,7 @@ from cortiq_kernels.model.hf import ModelDir, open_model
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.recipes.errors import need, refuse
 from cortiq_kernels.recipes.inputs import Progress, Ticks, check_same_tokens, geometry_summary, load_for, silent
+from cortiq_kernels.recipes.outputs import check_files, write_file
 from cortiq_kernels.recipes.provenance import plain
 from cortiq_kernels.recipes.rows import logits_of
 from cortiq_kernels.recipes.score_config import ScoreConfig
@@ -55,10 +58,15 @@ class ScoreRow:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreReport:
-    """Rows by model, split, then whole before categories; `agreement` and `kl` are against the first model."""
+    """Rows by model, split, then whole before categories; `agreement` and `kl` are against the first model.
+
+    `tokens_per_s`: measured speed of each model's forward pass over a batch (padding included, without the head),
+    the median over batches. Fewer parameters are not always faster; this says whether they were.
+    """
 
     rows: list[ScoreRow]
     models: dict[str, str]
+    tokens_per_s: dict[str, float]
     data_sha256: str
     device: str
     dtype: str
@@ -110,6 +118,7 @@ class ScorePlan:
 def plan_score(cfg: ScoreConfig) -> ScorePlan:
     """Open and check everything; raises ValueError (InputError, ModelError, DataError) before any weight is read."""
     cfg.check()
+    check_files("score", cfg)
     device = backend.pick_device(cfg.device)
     dtype = backend.pick_dtype(cfg.dtype, device.device)
     opened = [open_model(p) for p in cfg.models]
@@ -156,6 +165,7 @@ def run(cfg: ScoreConfig, progress: Progress = silent) -> ScoreReport:
     keep = len(plan.models) > 1
     source: _Source | None = None
     rows: list[ScoreRow] = []
+    speed: dict[str, float] = {}
     for name, model in plan.models.items():
         weights = Weights.load(model, dtype=dtype, device=device, train=None)
         ticks = Ticks(progress, name, sum(len(b) for b in batches.values()))
@@ -175,16 +185,17 @@ def run(cfg: ScoreConfig, progress: Progress = silent) -> ScoreReport:
             rows += found
             for row in found:
                 progress({"event": "score", **dataclasses.asdict(row)})
+        speed[name] = scorer.tokens_per_s()
         if keep and source is None:
             source = _Source(kept, weights["head"].clone())
         del weights, scorer
         backend.release(device)
     report = ScoreReport(
-        rows, {n: str(m.path) for n, m in plan.models.items()}, plan.dataset.data_hash, backend.describe(device),
-        backend.dtype_name(dtype), plan.dataset.notes,
+        rows, {n: str(m.path) for n, m in plan.models.items()}, speed, plan.dataset.data_hash,
+        backend.describe(device), backend.dtype_name(dtype), plan.dataset.notes,
     )  # fmt: skip
     if cfg.out is not None:
-        cfg.out.write_text(json.dumps(plain(dataclasses.asdict(report)), indent=2) + "\n", encoding="utf-8")
+        write_file(cfg.out, json.dumps(plain(dataclasses.asdict(report)), indent=2) + "\n")
     return report
 
 
@@ -234,15 +245,29 @@ class _Scorer:
         self.weights = weights
         self.shape = (0, 0)
         self.evaluator: Evaluator | None = None
+        self.speeds: list[float] = []  # tokens a second, a batch each
+        self.first: list[bool] = []  # whether that batch was the first of its shape, which takes longer
 
     def hidden_rows(self, batch: Batch) -> Tensor:
         """Hidden states [R, H] of the scored rows."""
         shape = batch.tokens.shape[0], batch.max_seqlen
-        if self.evaluator is None or shape != self.shape:
+        fresh = self.evaluator is None or shape != self.shape
+        if self.evaluator is None or fresh:
             self.evaluator, self.shape = None, shape  # the old buffers go before the new ones come
             self.evaluator = Evaluator(self.weights, *shape)
         on_device = batch.to(self.weights.device)
-        return self.evaluator.hidden(on_device).index_select(0, on_device.row_index)
+        backend.synchronize(self.weights.device)
+        began = time.perf_counter()
+        hidden = self.evaluator.hidden(on_device)
+        backend.synchronize(self.weights.device)
+        self.speeds.append(len(batch.tokens) / max(time.perf_counter() - began, 1e-9))
+        self.first.append(fresh)
+        return hidden.index_select(0, on_device.row_index)
+
+    def tokens_per_s(self) -> float:
+        """Median speed so far, of batches that were not the first of their shape where there are any."""
+        settled = [s for s, first in zip(self.speeds, self.first, strict=True) if not first]
+        return statistics.median(settled or self.speeds)
 
 
 class _Table:

@@ -16,6 +16,11 @@ def size(n: int) -> str:
     return f"{n} B"
 
 
+def speed(tokens_per_s: float) -> str:
+    """Tokens a second for people, to three digits: more is noise."""
+    return f"{float(f'{tokens_per_s:.3g}'):,.0f}"
+
+
 def count(n: int) -> str:
     """A large number for people."""
     for unit, scale in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
@@ -99,18 +104,18 @@ def fold_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
 
 def score_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
     """The table of a score."""
-    rows = [("model", "split", "category", "NLL", "perplexity", "tokens", "records", "top-1 agreement", "KL to source")]
+    columns = ("NLL", "perplexity", "tokens", "records", "top-1 agreement", "KL to source", "tokens/s")
+    rows = [("model", "split", "category", *columns)]
     for s in r["rows"]:
         same = "" if s["agreement"] is None else f"{s['agreement']:.1%}"
         kl = "" if s["kl"] is None else number(s["kl"])
         where = (s["model"], s["split"], s["category"] or "all")
-        rows.append(
-            (*where, number(s["nll"]), number(s["perplexity"], 3), str(s["count"]), str(s["records"]), same, kl)
-        )
-    columns = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
+        facts = (number(s["nll"]), number(s["perplexity"], 3), str(s["count"]), str(s["records"]))
+        rows.append((*where, *facts, same, kl, speed(r["tokens_per_s"][s["model"]]) if not s["category"] else ""))
+    shown = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
     wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     text = [
-        "  ".join(row[i].ljust(wide[i]) if i < 3 else row[i].rjust(wide[i]) for i in columns).rstrip() for row in rows
+        "  ".join(row[i].ljust(wide[i]) if i < 3 else row[i].rjust(wide[i]) for i in shown).rstrip() for row in rows
     ]
     saved = f", {cfg.out} written" if cfg.out else ""
     tokens = {s["split"]: s["count"] for s in r["rows"] if s["category"] is None}
