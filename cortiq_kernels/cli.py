@@ -28,6 +28,7 @@ from cortiq_kernels._version import __version__
 from cortiq_kernels.recipes.errors import TrainingFailed, refuse
 from cortiq_kernels.recipes.fold_config import FoldConfig
 from cortiq_kernels.recipes.heal_config import HealConfig
+from cortiq_kernels.recipes.outputs import log_path
 from cortiq_kernels.recipes.score_config import ScoreConfig
 
 
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         near = difflib.get_close_matches(args[0], [*RECIPES, "env"], 1)
         hint = f" Did you mean {near[0]}?" if near else ""
         return fail(f"cortiq: got {args[0]!r}; expected one of {', '.join(RECIPES)}, env.{hint} See cortiq --help.", 2)
-    name = args[0]
+    name, cfg = args[0], None
     try:
         cfg, flags = parse(name, args[1:])
         with stop_on_signals():
@@ -82,17 +83,15 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as e:
         return fail(str(e), 2)
     except Stopped as e:
-        return fail(
-            f"cortiq {name}: stopped by {e}; no output was written. Start it again with the same command.",
-            128 + e.number,
-        )
+        again = "Start it again with the same command."
+        return fail(f"cortiq {name}: stopped by {e}; {output_state(cfg)}. {again}", 128 + e.number)
     except TrainingFailed as e:
         return fail(str(e), 1)
     except BrokenPipeError:  # whoever read the result went away; what was to be written is written
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - or the interpreter complains when it flushes at exit
         return 1
     except OSError as e:
-        return fail(f"cortiq {name}: {e}; no output was written", 1)
+        return fail(f"cortiq {name}: {e}; {output_state(cfg)}", 1)
     except (RuntimeError, MemoryError) as e:
         from cortiq_kernels import backend
 
@@ -235,13 +234,12 @@ def execute(name: str, cfg: Any, flags: Flags) -> int:
     return 0
 
 
-def log_path(name: str, cfg: Any) -> Path | None:
-    """Where the run log goes: `cfg.log`, else beside the output directory, else nowhere."""
-    if cfg.log is not None:
-        return Path(cfg.log)
-    if name == "score":
-        return None
-    return cfg.out.absolute().with_name(cfg.out.absolute().name + ".log.jsonl")
+def output_state(cfg: Any) -> str:
+    """What a run that ended early left: outputs appear whole or not at all, perhaps just before it was stopped."""
+    out = getattr(cfg, "out", None)
+    if out is not None and (out.is_file() or out.is_dir() and any(out.iterdir())):
+        return f"{out} is complete, or as it was before"
+    return "no output was written"
 
 
 @contextlib.contextmanager

@@ -128,6 +128,8 @@ def run(cfg: HealConfig, progress: Progress = silent) -> HealReport:
     )
     progress({"event": "write", "out": str(cfg.out)})
     written = write_model(plan.student, cfg.out, replace=weights.export(), provenance=_provenance(plan, report))
+    for note in written.notes:  # such as what became of declared MTP layers
+        progress({"event": "note", "text": note})
     return dataclasses.replace(report, out=str(written.path), notes=[*plan.notes, *written.notes])
 
 

@@ -19,6 +19,7 @@ Numbers that JSON lacks (NaN, infinity) are null. Progress within a phase ("tick
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -66,9 +67,13 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(OSError):  # a full disk here must not hide the error that ended the run
             self.error(f"{type(error).__name__}: {error}")
-        self.close()
+        with contextlib.suppress(OSError):
+            self.close()
 
     def _line(self, event: dict[str, Any]) -> None:
         assert self._file is not None
