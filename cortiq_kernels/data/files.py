@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from cortiq_kernels.data.record import DataError
 
+_LFS_POINTER = b"version https://git-lfs"
 _GZIP = b"\x1f\x8b"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _BOM = b"\xef\xbb\xbf"
@@ -36,8 +37,10 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     if not path.is_file():
         raise DataError(f"{path}: no such file; expected a .jsonl or .parquet file of records")
     with path.open("rb") as f:
-        head = f.read(4)
-    if head == b"PAR1":
+        head = f.read(len(_LFS_POINTER))
+    if head == _LFS_POINTER:
+        raise DataError(f"{path}: is a Git LFS pointer; expected the records: run `git lfs pull`")
+    if head[:4] == b"PAR1":
         return _parquet(path)
     if head[:2] == _GZIP:
         raise DataError(f"{path}: is compressed with gzip; expected plain JSONL: gunzip it first")
