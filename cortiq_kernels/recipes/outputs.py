@@ -25,8 +25,8 @@ def log_path(recipe: str, cfg: Any) -> Path | None:
 def check_files(recipe: str, cfg: Any) -> None:
     """Refuse, before any work, a run log or result file that would overwrite an input or get in the output's way.
 
-    Such a file must not be a directory, nor an input file, nor lie inside an input or output directory (symlinks
-    resolved). Inputs are the paths in `cfg` other than `out` and `log`. Raises `InputError`.
+    Such a file needs a writable place; it must not be a directory, nor an input file, nor lie inside an input or output
+    directory (symlinks resolved). Inputs are the paths in `cfg` other than `out` and `log`. Raises `InputError`.
     """
     given = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
     inputs = [p for name, v in given.items() if name not in ("out", "log") for p in _paths(v)]
@@ -43,6 +43,9 @@ def check_files(recipe: str, cfg: Any) -> None:
         what, fix = f"{recipe}: {name}", f"Set --{name} to another place."
         if file.is_dir():
             raise refuse(what, f"the directory {str(file)!r}", "a file", fix)
+        parent = next(p for p in file.absolute().parents if p.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise refuse(what, f"{str(file)!r} below {str(parent)!r}", "a directory that can be written to", fix)
         for place in inputs:
             if _inside(file, place):
                 raise refuse(what, repr(str(file)), f"a file that is not (in) the input {str(place)!r}", fix)
