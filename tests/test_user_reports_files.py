@@ -24,6 +24,7 @@ from directories import (
     tensors_of,
     write_dir,
 )
+from safetensors.torch import load_file
 from tiny import config
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -55,17 +56,11 @@ def test_missing_shard(tmp_path, data):
     """Modelled on sgl-project/sglang#32279: the file and its tensor count are named."""
     path = write_dir(tmp_path / "m", CONFIG, tensors_of(CONFIG), shards=3)
     gone = path / "model-00002-of-00003.safetensors"
-    n = len(read_dir(path)) - sum(len(read_one(path / f"model-0000{i}-of-00003.safetensors")) for i in (1, 3))
+    n = len(read_dir(path)) - sum(len(load_file(path / f"model-0000{i}-of-00003.safetensors")) for i in (1, 3))
     gone.unlink()
     for args in (score(path, data), heal(path, data, tmp_path / "o"), fold(path, data, tmp_path / "o")):
         line = refused(tmp_path, *args)
         assert f"{gone.name} ({n} tensors" in line and "2 of 3 shards" in line
-
-
-def read_one(file: Path) -> dict:
-    from safetensors.torch import load_file
-
-    return load_file(file)
 
 
 def test_older_output_is_not_mixed_with(tmp_path, data):
@@ -155,6 +150,26 @@ def test_damaged_other_files(tmp_path, data, file, contents):
     for args in (score(path, data), heal(path, data, tmp_path / "o")):
         line = refused(tmp_path, *args)
         assert str(place) in line and ("Git LFS pointer" in line or not contents)
+
+
+def test_values_that_are_not_finite(tmp_path, data):
+    """The kind of huggingface/transformers#27923: file and tensor are named, the student first."""
+    tensors, name = tensors_of(CONFIG), "model.layers.1.mlp.down_proj.weight"
+    good = write_dir(tmp_path / "good", CONFIG, tensors)
+    tensors[name][3, 2] = float("nan")
+    bad = write_dir(tmp_path / "bad", CONFIG, tensors, shards=2)
+    file = next(f for f in bad.glob("*.safetensors") if name in load_file(f))
+    line = refused(tmp_path, *heal(bad, data, tmp_path / "o", "--teacher", good, "--ce", "0"))
+    assert f"{file}: {name}: got values not finite" in line
+    for args in (
+        heal(good, data, tmp_path / "o", "--teacher", bad, "--ce", "0"),
+        heal(bad, data, tmp_path / "o"),
+        fold(bad, data, tmp_path / "o"),
+        score(bad, data),
+    ):
+        done = cortiq(*args)
+        assert done.status == 2 and f"{file}: {name}: got values not finite" in done.err.splitlines()[-1]
+        assert not (tmp_path / "o").exists()
 
 
 def test_hub_cache_snapshot_as_input(tmp_path, data):

@@ -146,7 +146,7 @@ class Weights:
         """Weights of an opened directory, read tensor by tensor (never a second copy of the model).
 
         Masters and vectors take the stored values exactly (float64 files are rounded to float32 in a float32 run).
-        Raises `ModelError` naming the tensor for values that are not finite, or beyond the range of `dtype`.
+        Raises `ModelError` naming file and tensor for values that are not finite, or beyond the range of `dtype`.
         """
         w = cls(
             model.geometry, dtype=dtype, device=device, train=train, train_from=train_from,
@@ -154,7 +154,8 @@ class Weights:
         )  # fmt: skip
         for slot in _names.slots(model.geometry):
             if slot.internal in w._views:
-                w.assign(slot.internal, model.read(slot.published), rows=slot.rows, name=slot.published)
+                where = f"{model.path / model.tensors[slot.published].file}: {slot.published}"
+                w.assign(slot.internal, model.read(slot.published), rows=slot.rows, name=where)
         return w
 
     @classmethod
@@ -241,10 +242,7 @@ class Weights:
         if part.data_ptr() != value.data_ptr():
             part.copy_(value)
         if not all_finite(part):
-            why = "not finite" if not all_finite(value) else f"beyond the range of {part.dtype}"
-            raise ModelError(
-                f"{name or internal}: got values {why}; expected finite ones. Mend the file, or use another dtype."
-            )
+            raise _bad_values(name or internal, value, part.dtype)
 
     def ranges(self, from_layer: int = 0) -> list[Range]:
         """Ranges of the trained stores that layers >= `from_layer` train in, in memory order.
@@ -296,6 +294,25 @@ class Weights:
             )
         self.trained.master.copy_(state)
         self.trained.refresh_plane()
+
+
+def check_values(model: ModelDir, dtype: torch.dtype) -> None:
+    """Refuse a directory that `Weights.load` would refuse for its values, without holding it: one read of its files.
+
+    For runs that load a model only after hours of other work. Raises the same `ModelError`.
+    """
+    for slot in _names.slots(model.geometry):
+        value = model.read(slot.published)
+        held = value.to(acc_dtype(dtype) if _names.is_vector(slot.internal) else dtype)
+        if not all_finite(held):
+            where = f"{model.path / model.tensors[slot.published].file}: {slot.published}"
+            raise _bad_values(where, value, held.dtype)
+
+
+def _bad_values(where: str, value: Tensor, dtype: torch.dtype) -> ModelError:
+    """The error of values that are not finite in `dtype`."""
+    why = "not finite" if not all_finite(value) else f"beyond the range of {dtype}"
+    return ModelError(f"{where}: got values {why}; expected finite ones. Mend the file, or use another dtype.")
 
 
 def _draw(name: str, t: Tensor, gen: torch.Generator, std: float, noise: float) -> Tensor:

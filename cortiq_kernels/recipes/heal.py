@@ -24,7 +24,7 @@ import torch
 from cortiq_kernels import backend
 from cortiq_kernels.data.order import HEAL_SEED, Shuffler
 from cortiq_kernels.model.hf import write_model
-from cortiq_kernels.model.weights import Weights
+from cortiq_kernels.model.weights import Weights, check_values
 from cortiq_kernels.recipes.checkpoint import Best
 from cortiq_kernels.recipes.errors import TrainingFailed
 from cortiq_kernels.recipes.heal_config import HealConfig
@@ -87,6 +87,8 @@ def run(cfg: HealConfig, progress: Progress = silent) -> HealReport:
     """
     began = time.perf_counter()
     plan = plan_heal(cfg)
+    if plan.teacher is not None:  # the student is loaded only after the teacher has worked, perhaps for hours
+        check_values(plan.student, plan.dtype.dtype)
     progress({"event": "plan", **plan.describe()})
     for note in plan.notes:
         progress({"event": "note", "text": note})
