@@ -16,9 +16,9 @@ Ties go to the lowest id and −0 equals +0, so the answer depends on the values
 the run. NaN counts as −inf, the lowest there is. A row without a single finite logit has probs 0, lse −inf and mass 0;
 a row that holds +inf has NaN probs, as softmax has. No gradients, no host synchronisation.
 
-How: a library top-k is exact in its values but picks any id among equals. So it is asked for the k-th value τ; what
-lies above τ is certain, and a second top-k, over the reversed ids of the entries equal to τ, fills up from the lowest
-id. The at most 2k candidates are then sorted. Rows are taken a bounded number at a time.
+Without Triton: a library top-k is exact in its values but picks any id among equals. So it is asked for the k-th value
+τ; what lies above τ is certain, and a second top-k, over the reversed ids of the entries equal to τ, fills up from the
+lowest id. The at most 2k candidates are then sorted. Rows are taken a bounded number at a time.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from cortiq_kernels.ops import checks
+from cortiq_kernels.ops.triton_gate import use_triton
 
 # Elements in flight; the temporaries take about 12 bytes for each.
 _ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -49,11 +50,14 @@ def topk_softmax_ref(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return ids[:, :k], torch.softmax(values[:, :k], dim=-1)
 
 
-def topk_softmax(logits: Tensor, k: int, *, valid_vocab: int | None = None, return_lse: bool = False) -> TopK:
+def topk_softmax(
+    logits: Tensor, k: int, *, valid_vocab: int | None = None, return_lse: bool = False, backend: str = "auto"
+) -> TopK:
     """Top-k ids and probabilities of every row of logits [n, V].
 
     Only columns below `valid_vocab` (default V) exist: the rest is padding and never read. 1 ≤ k ≤ valid_vocab.
-    lse and mass are None unless `return_lse`.
+    lse and mass are None unless `return_lse`. backend: "auto" (Triton for CUDA tensors below float64), "triton" or
+    "torch".
     """
     op = "topk_softmax"
     checks.shape(op, "logits", logits, (None, None), "[n, V]", "flatten batch and time into rows first")
@@ -69,6 +73,12 @@ def topk_softmax(logits: Tensor, k: int, *, valid_vocab: int | None = None, retu
     probs = logits.new_empty((n, k), dtype=torch.float32)
     lse = logits.new_empty((n,), dtype=torch.float32) if return_lse else None
     mass = logits.new_empty((n,), dtype=torch.float32) if return_lse else None
+    if use_triton(op, logits, backend):
+        from cortiq_kernels.ops import topk_triton
+
+        z = logits[:, :vocab]
+        topk_triton.launch(z if z.stride(1) == 1 else z.contiguous(), k, ids, probs, lse, mass)
+        return TopK(ids, probs, lse, mass)
     rows = max(1, _ELEMENTS.get(logits.device.type, _ELEMENTS["cpu"]) // vocab)
     for a in range(0, n, rows):
         z = logits[a : a + rows, :vocab]
@@ -77,15 +87,16 @@ def topk_softmax(logits: Tensor, k: int, *, valid_vocab: int | None = None, retu
         ids[a : a + rows] = chosen
         values = values.to(checks.acc_dtype(z.dtype))
         top = values[:, :1]
-        # A row of -inf alone would be exp(-inf + inf).
-        e = torch.exp(values - torch.where(top == float("-inf"), 0.0, top))
+        base = torch.where(top == float("-inf"), 0.0, top)  # a row of -inf alone would be exp(-inf + inf)
+        e = torch.exp(values - base)
         total = e.sum(-1, keepdim=True)
         probs[a : a + rows] = e / torch.where(total == 0, 1.0, total)
         if lse is not None and mass is not None:
-            full = torch.logsumexp(z.to(values.dtype), dim=-1)
-            lse[a : a + rows] = full
-            share = torch.exp(torch.logsumexp(values, dim=-1) - full)
-            mass[a : a + rows] = torch.where(full == float("-inf"), 0.0, share)
+            lse[a : a + rows] = torch.logsumexp(z.to(values.dtype), dim=-1)
+            # Of sums below the same maximum: a difference of two lse is off by the spacing of floats at their size.
+            whole = torch.exp(z.to(values.dtype) - base).sum(-1, keepdim=True)
+            share = (total / torch.where(whole == 0, 1.0, whole)).clamp(max=1.0)
+            mass[a : a + rows] = share.squeeze(-1)
     return TopK(ids, probs, lse, mass)
 
 

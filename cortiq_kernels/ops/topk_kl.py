@@ -27,6 +27,12 @@ probability; a row with row_index −1, with row_weight 0, or at or past n_activ
 output, whatever it holds, NaN included. Duplicate ids add up, and P < 1 leaves the missing mass out of the loss:
 nothing is renormalised. Columns of head_weight at and past valid_vocab do not exist: q is 0 there, and so is dhead.
 
+Options: temperature T and softcap c bend the logits, z = c·tanh(h·head_weightᵀ/(T·c)) (c = 0: h·head_weightᵀ/T), and
+dz above is the gradient of the bent ones, times dz_bent/dz = (1 − (z/c)²)/T. No factor T² is applied. tail adds a
+bucket for what the slots leave out, with p_t = max(0, 1 − P) and Q = Σ q over the distinct slots:
+    loss_r += p_t·(log p_t − log(1 − Q));  dz = w_r·grad_scale·(q·(P − p_t·Q/(1 − Q))) outside the slots and
+    w_r·grad_scale·(q·(P + p_t) − t) in them. A row whose slots hold no probability has loss 0 and no gradient.
+
 Precision: logits are a slab [chunk_rows, V] in the working dtype (GEMM sums in f32); softmax, loss and dz are f32 (f64
 for f64), dz is rounded once to the working dtype for the two GEMMs. dhead is summed in f32 over chunks, so chunk_rows
 changes it in the last bits only; dhidden and loss do not depend on other rows. Same inputs, same bits: no atomics.
@@ -36,17 +42,14 @@ Network", 2015; temperature is 1.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cortiq_kernels.ops import checks
-from cortiq_kernels.ops.linear import linear_bwd_w, linear_bwd_x, linear_fwd
-
-# Elements of one f32 slab: 128 MiB on a CPU, 512 MiB on a GPU.
-_SLAB = {"cpu": 1 << 25, "cuda": 1 << 27}
-_PAIRS = 1 << 24  # elements of the slot-by-slot comparison at a time
+from cortiq_kernels.ops.topk_kl_torch import LossOptions, bend_logits, head_topk_kl_torch
+from cortiq_kernels.ops.triton_gate import use_triton
 
 
 class HeadLoss(NamedTuple):
@@ -57,16 +60,56 @@ class HeadLoss(NamedTuple):
 
 
 def head_topk_kl_ref(
-    hidden: Tensor, head: Tensor, topk_ids: Tensor, topk_probs: Tensor, row_weight: Tensor
+    hidden: Tensor,
+    head: Tensor,
+    topk_ids: Tensor,
+    topk_probs: Tensor,
+    row_weight: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float = 0.0,
+    tail: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(loss [R], total 0-d), with a dense [R, V] target, in the dtype of hidden; R == N, ids -1 are empty slots."""
-    z = hidden @ head.to(hidden.dtype).transpose(0, 1)
+    z = bend_logits(hidden @ head.to(hidden.dtype).transpose(0, 1), LossOptions(temperature, softcap))
     empty = topk_ids < 0
     p = topk_probs.to(z.dtype).masked_fill(empty, 0)
     target = torch.zeros_like(z).scatter_add(1, topk_ids.long().masked_fill(empty, 0), p)
     entropy = torch.special.entr(target).sum(-1)  # Σ −t·log t
-    loss = -(target * torch.log_softmax(z, dim=-1)).sum(-1) - entropy
+    log_q = torch.log_softmax(z, dim=-1)
+    loss = -(target * log_q).sum(-1) - entropy
+    if tail:
+        slot = torch.zeros_like(z).scatter_add(1, topk_ids.long().masked_fill(empty, 0), (~empty).to(z.dtype)) > 0
+        rest = (1 - p.sum(-1)).clamp(min=0)
+        missed = torch.log(torch.where(slot, 0.0, log_q.exp()).sum(-1))  # log(1 − Q)
+        loss = loss + torch.where((rest > 0) & (rest < 1), torch.xlogy(rest, rest) - rest * missed, 0.0)
     return loss, (row_weight.to(z.dtype) * loss).sum()
+
+
+def mix_true_token(topk_ids: Tensor, topk_probs: Tensor, true_ids: Tensor, alpha: float) -> tuple[Tensor, Tensor,
+Tensor]:
+    """Targets of α·CE(true token) + (1 − α)·KL(b‖q), b the given ones: ids and probs [R, K+1], and const [R].
+
+    The true token gets a slot of its own (merged with its duplicate by the loss) of probability α, the others are
+    scaled by 1 − α. The loss of these targets is the mix less const = H(t) − (1 − α)·H(b), t the mixed targets: add
+    it, it has no gradient. (The loss of the mixed target alone is not the mix: its constant is Σ t·log t, not (1 −
+    α)·Σ b·log b.)
+    """
+    if not 0 <= alpha <= 1:
+        checks.fail("mix_true_token", "alpha", "between 0 and 1", alpha, "it is the true token's share")
+    ids = torch.cat((topk_ids, true_ids.to(topk_ids.dtype).unsqueeze(1)), dim=1)
+    b = torch.where(topk_ids < 0, 0.0, topk_probs)
+    probs = torch.cat((b * (1 - alpha), torch.full_like(b[:, :1], alpha)), dim=1)
+    return ids, probs, merged_entropy(ids, probs) - (1 - alpha) * merged_entropy(topk_ids, b)
+
+
+def merged_entropy(ids: Tensor, probs: Tensor) -> Tensor:
+    """Σ_v −t_v·log t_v of every row's targets [R], slots with the same id merged, empty slots (id < 0) left out."""
+    p = torch.where(ids < 0, 0.0, probs)
+    total = torch.zeros_like(p)
+    for j in range(ids.shape[1]):
+        total += torch.where(ids == ids[:, j : j + 1], p[:, j : j + 1], 0.0)
+    return -torch.where(p > 0, p * torch.log(torch.where(p > 0, total, 1.0)), 0.0).sum(-1)
 
 
 def head_topk_kl_fwd_bwd(
@@ -85,12 +128,21 @@ def head_topk_kl_fwd_bwd(
     chunk_rows: int | None = None,
     valid_vocab: int | None = None,
     need_grad: bool = True,
+    temperature: float = 1.0,
+    softcap: float = 0.0,
+    tail: bool = False,
+    slab: Tensor | None = None,
+    slab_dtype: torch.dtype | None = None,
+    backend: str = "auto",
 ) -> HeadLoss:
     """Loss of every row, and with `need_grad` its gradients into `dhidden` and `dhead` (either may be None: skipped).
 
     row_index None means R == N, row r reads hidden[r]. n_active (host int, default R): only the first n_active rows
     count. grad_scale: a number or a 0-d tensor on the device, usually loss_scale/Σw. dhidden [N, H] is always `=`,
-    dhead [V, H] is `=`, or `+=` with `accumulate`. chunk_rows bounds the logits slab; None picks by size.
+    dhead [V, H] is `=`, or `+=` with `accumulate`. chunk_rows bounds the logits slab (None: 4096 on a GPU, by size
+    elsewhere); `slab` is the caller's own memory for it (`topk_kl_slab.new_slab`, whose rows for a budget `rows_for`
+    picks), so that a call allocates nothing of that size; slab_dtype float32 keeps 16-bit runs' logits unrounded.
+    backend: "auto" (Triton for CUDA tensors below float64), "triton" or "torch".
     """
     op = "head_topk_kl_fwd_bwd"
     acc = checks.acc_dtype(hidden.dtype)
@@ -99,6 +151,8 @@ def head_topk_kl_fwd_bwd(
     active = rows if n_active is None else n_active
     if not 0 <= active <= rows:
         checks.fail(op, "n_active", f"between 0 and R = {rows}", n_active, "it counts leading rows")
+    if hidden.shape[0] == 0:
+        active = 0  # without hidden rows every scored row is padding
     if chunk_rows is not None and chunk_rows < 1:
         checks.fail(op, "chunk_rows", "at least 1", chunk_rows, "leave it out to have it chosen")
     if need_grad and dhidden is None and dhead is None:
@@ -117,43 +171,45 @@ def head_topk_kl_fwd_bwd(
             dhead[0 if active == 0 else vocab :].zero_()
 
     head = head_weight[:vocab]
-    step = chunk_rows or max(1, _SLAB.get(hidden.device.type, _SLAB["cpu"]) // vocab)
     loss = hidden.new_zeros((rows,), dtype=acc)
     # With row_index the gradient rows are collected here and placed once at the end.
     drows = dhidden
     if dhidden is not None and row_index is not None:
         drows = hidden.new_empty((active, hidden.shape[1]))
-    for a in range(0, active, step):
-        b = min(a + step, active)
-        weight = row_weight[a:b].to(acc)
-        if row_index is not None:
-            place = row_index[a:b]
-            weight = weight.masked_fill(place < 0, 0)
-            x = hidden.index_select(0, place.clamp(min=0))
-        else:
-            x = hidden[a:b]
-        dead = (weight == 0).unsqueeze(1)  # [rows, 1]
-        x = x.masked_fill(dead, 0)  # a dead row may hold NaN, and 0·NaN would reach dhead
-        z = linear_fwd(x, head).to(acc)  # [rows, V]
-        slot_id, p, merged = _slots(topk_ids[a:b], topk_probs[a:b].to(acc), vocab)
+    weight = row_weight.to(acc)
+    if row_index is not None:
+        weight = weight.masked_fill(row_index < 0, 0)
+    options = LossOptions(temperature, softcap, tail)
+    if not (temperature > 0 and softcap >= 0):
+        checks.fail(
+            op, "temperature and softcap", "above 0, and at least 0", (temperature, softcap), "softcap 0 is none"
+        )
+    logits_dtype = slab_dtype or (hidden.dtype if slab is None else slab.dtype)
+    if logits_dtype not in (hidden.dtype, torch.float32):
+        checks.fail(op, "slab_dtype", f"{hidden.dtype} or torch.float32", logits_dtype, "leave it out")
+    if slab is not None and (slab.dim() != 2 or slab.shape[0] < 1 or slab.shape[1] < vocab or slab.stride(1) != 1):
+        checks.fail(op, "slab", f"[rows, at least {vocab}], unit column stride", tuple(slab.shape), "use new_slab")
+    shared: dict[str, Any] = dict(
+        active=active, loss=loss, drows=drows, dhead=dhead if dhead is None else dhead[:vocab], accumulate=accumulate,
+        need_grad=need_grad, options=options,
+    )  # fmt: skip
+    if use_triton(op, hidden, backend):
+        from cortiq_kernels.ops.topk_kl_slab import CHUNK_ROWS, head_topk_kl_slab, new_slab
 
-        z.sub_(torch.logsumexp(z, dim=-1, keepdim=True))  # log q
-        term = p * (merged.log() - z.gather(1, slot_id))
-        # p, not merged: summing the slots counts every duplicate's share once. p == 0 keeps NaN visible elsewhere.
-        kl = term.masked_fill(p == 0, 0).sum(-1)
-        loss[a:b] = kl.masked_fill(dead.squeeze(1), 0)
-        if not need_grad:
-            continue
-
-        scale = (weight * grad_scale).unsqueeze(1)
-        dz = z.exp_().mul_(scale * p.sum(-1, keepdim=True))
-        # Duplicate slots write the same value, so a plain overwrite is deterministic where atomics would not be.
-        dz.scatter_(1, slot_id, dz.gather(1, slot_id) - scale * merged)
-        dz = dz.masked_fill_(dead, 0).to(hidden.dtype)
-        if drows is not None:
-            linear_bwd_x(dz, head, out=drows[a:b])
-        if dhead is not None:
-            linear_bwd_w(dz, x, out=dhead[:vocab], accumulate=accumulate or a > 0)
+        topk_ids, topk_probs = (t if t.stride(-1) == 1 else t.contiguous() for t in (topk_ids, topk_probs))
+        if slab is None:
+            wanted = chunk_rows or min(CHUNK_ROWS, max(active, 1))
+            slab = new_slab(wanted, vocab, logits_dtype, hidden.device)
+        if not isinstance(grad_scale, Tensor):
+            grad_scale = torch.full((), grad_scale, dtype=torch.float64, device=hidden.device)
+        head_topk_kl_slab(
+            hidden, head, topk_ids, topk_probs, weight, row_index, grad_scale=grad_scale, slab=slab, **shared
+        )
+    else:
+        head_topk_kl_torch(
+            hidden, head, topk_ids, topk_probs, weight, row_index, grad_scale=grad_scale, chunk_rows=chunk_rows,
+            logits_dtype=logits_dtype, **shared,
+        )  # fmt: skip
 
     if dhidden is not None and drows is not None:
         if row_index is None:
@@ -163,29 +219,6 @@ def head_topk_kl_fwd_bwd(
     # A row that does not count has loss 0, but its weight may be anything.
     counted = torch.where(loss == 0, 0.0, row_weight.to(torch.float64) * loss.to(torch.float64))
     return HeadLoss(loss, counted.sum())
-
-
-def _slots(ids: Tensor, probs: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids int64 in range, probs, and for every slot the sum of probs over all slots with its id), each [rows, K].
-
-    An empty slot becomes a duplicate, with probability 0, of a real slot of its row (of id 0 when there is none), so
-    that gathers stay in range and an overwrite through it writes what the real slot writes.
-    """
-    real = (ids >= 0) & (ids < vocab)
-    ids = ids.long().masked_fill(~real, -1)
-    if ids.shape[1] > 0:
-        ids = torch.where(real, ids, ids.amax(-1, keepdim=True).clamp(min=0))
-    p = probs.masked_fill(~real, 0)
-    k = ids.shape[1]
-    if k == 1:
-        return ids, p, p
-    step = max(1, _PAIRS // max(1, k * k))
-    merged = torch.empty_like(p)
-    for a in range(0, ids.shape[0], step):
-        mine = ids[a : a + step]
-        same = mine.unsqueeze(2) == mine.unsqueeze(1)  # [rows, K, K]
-        merged[a : a + step] = torch.where(same, p[a : a + step].unsqueeze(1), 0.0).sum(-1)
-    return ids, p, merged
 
 
 def _place_rows(out: Tensor, rows: Tensor, row_index: Tensor) -> None:

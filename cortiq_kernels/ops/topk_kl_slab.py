@@ -1,0 +1,106 @@
+"""`head_topk_kl_fwd_bwd` on a GPU: cuBLAS GEMMs around one Triton pass over a slab of logits, `chunk_rows` rows at a
+time.
+
+    z   = x·Wᵀ           into the slab, in its dtype
+    z  <- pass           RATIO (bf16): E and r with dz = r·E;  SCALED (f16, f32, tail): dz        topk_kl_triton.py
+    dh  = r·(E·W)        the GEMM leaves in f32, so that r costs no second rounding; or dz·W
+    dW += Eᵀ·(r·x)       r·x rounded once; or dzᵀ·x; f32, straight into the caller's gradient
+
+x are the gathered rows, those that do not count replaced by 0, so nothing that they hold reaches a product. A slab of
+its own takes chunk_rows·V·2 bytes: 2.03 GB for 4096 rows of 248,320. `rows_for` picks the rows of a smaller budget so
+that the dh GEMM (few rows, long inner dimension) fills whole waves of the GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cortiq_kernels.ops import topk_kl_triton as kernels
+from cortiq_kernels.ops.linear import linear_bwd_w, linear_bwd_x, linear_fwd
+from cortiq_kernels.ops.topk_kl_torch import LossOptions
+
+CHUNK_ROWS = 4096
+_ALIGN = 64  # elements: every row of the slab starts on 128 bytes
+
+
+def rows_for(budget_bytes: int, vocab: int, itemsize: int = 2) -> int:
+    """Rows of a slab of at most `budget_bytes`: the largest power of two that fits (at least 128), up to CHUNK_ROWS.
+
+    The dh GEMM has few output tiles, so rows between powers of two leave a wave of the GPU partly idle: with 248,320
+    columns and H 2560, 8192 rows took 33.6 ms in slabs of 1024, 36.7 in slabs of 896, 34.9 in slabs of 768.
+    """
+    rows = 128
+    while rows < CHUNK_ROWS and 2 * rows * slab_stride(vocab) * itemsize <= budget_bytes:
+        rows *= 2
+    return rows
+
+
+def slab_stride(vocab: int) -> int:
+    """Elements from one row of the slab to the next."""
+    return -(-vocab // _ALIGN) * _ALIGN
+
+
+def new_slab(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for `rows` rows of logits [rows, slab_stride(vocab)]; may hold anything."""
+    return torch.empty((rows, slab_stride(vocab)), dtype=dtype, device=device)
+
+
+def head_topk_kl_slab(
+    hidden: Tensor,
+    head: Tensor,
+    ids: Tensor,
+    probs: Tensor,
+    weight: Tensor,
+    row_index: Tensor | None,
+    *,
+    active: int,
+    grad_scale: Tensor,
+    loss: Tensor,
+    drows: Tensor | None,
+    dhead: Tensor | None,
+    accumulate: bool,
+    need_grad: bool,
+    slab: Tensor,
+    options: LossOptions,
+) -> None:
+    """Loss of rows 0 .. active-1 into `loss` [R] f32; gradient rows into `drows` [active, H]; dhead `=`/`+=` f32.
+
+    `head` [V, H] holds the valid columns only. `slab` [C, slab_stride(V)] bounds what is in flight and may hold
+    anything. `weight` [R] f32 is 0 where a row does not count, padding slots of `row_index` included. `grad_scale` is
+    0-d f64.
+    """
+    vocab, half = head.shape[0], hidden.dtype != torch.float32
+    strict = half and slab.dtype == torch.float32
+    ratio_mode = slab.dtype != torch.float16 and not options.tail and not strict
+    mode = (kernels.RATIO if ratio_mode else kernels.SCALED).value if need_grad else kernels.FORWARD.value
+    step = slab.shape[0]
+    for a in range(0, active, step):
+        b = min(a + step, active)
+        x = hidden[a:b] if row_index is None else hidden.index_select(0, row_index[a:b].clamp(min=0))
+        x = x.masked_fill((weight[a:b] == 0).unsqueeze(1), 0)
+        z = slab[: b - a, :vocab]
+        if strict:
+            torch.mm(x, head.t(), out_dtype=torch.float32, out=z)
+        else:
+            linear_fwd(x, head, out=z)
+        ratio = torch.empty(b - a, dtype=torch.float32, device=x.device)
+        kernels.launch(
+            z, ids[a:b], probs[a:b], weight[a:b], grad_scale, loss[a:b], ratio,
+            mode=mode, temperature=options.temperature, softcap=options.softcap, tail=options.tail,
+        )  # fmt: skip
+        if not need_grad:
+            continue
+        dz = z.to(hidden.dtype) if strict else z
+        if not ratio_mode:
+            if drows is not None:
+                linear_bwd_x(dz, head, out=drows[a:b])
+            if dhead is not None:
+                linear_bwd_w(dz, x, out=dhead, accumulate=accumulate or a > 0)
+            continue
+        r = ratio.unsqueeze(1)
+        if drows is not None:
+            product = torch.mm(z, head, out_dtype=torch.float32) if half else torch.mm(z, head)
+            torch.mul(product, r, out=drows[a:b])
+        if dhead is not None:
+            linear_bwd_w(z, (x * r).to(x.dtype), out=dhead, accumulate=accumulate or a > 0)
