@@ -24,7 +24,9 @@ Gradients
 Precision: all in f32 (f64 for f64) from the working-dtype projection, rounded once into out and dproj. The softmax is
 explicit and blockwise over queries, so scores never exceed B·nq·256·T elements; keys behind the block's last query are
 not touched. Kept for the backward: proj itself, o before the gate (working dtype) and lse; q̃ and k̃ are computed again.
-Every row of out and dproj is written, padding rows too. The order of every sum is fixed.
+Every row of out and dproj is written, padding rows too. The order of every sum is fixed. What a token must not see is
+multiplied by 0: finite values there change no bit as long as no product with them overflows, but a NaN or an infinity
+reaches the tokens of its window.
 Sources: Vaswani et al. 2017; Su et al., "RoFormer", 2021; Rabe and Staats, "Self-attention Does Not Need O(n²) Memory",
 2021; the backward from (o, lse) is Dao et al., "FlashAttention", 2022.
 """
@@ -38,7 +40,7 @@ from torch import Tensor
 
 from cortiq_kernels.ops import checks
 from cortiq_kernels.ops.rms_norm import normalize, normalize_bwd, rms_norm_ref
-from cortiq_kernels.ops.sequences import SeqIndex, sequence_index
+from cortiq_kernels.ops.sequences import SeqIndex, token_positions
 
 # Query rows a block: bounds the score matrix; on a CPU small enough that a block's scores stay in cache.
 BLOCK_Q = {"cpu": 64, "cuda": 256}
@@ -133,7 +135,8 @@ def attention_mixer_fwd(
     op = "attention_mixer_fwd"
     n = _check(op, proj, q_norm, k_norm, cos, sin, dims, cu_seqlens, max_seqlen)
     out = checks.output(op, "out", out, (n, dims.nq * dims.hd), proj.dtype, proj)
-    grid = _Grid(proj, q_norm, k_norm, cos, sin, dims, cu_seqlens, max_seqlen, eps, index)
+    positions = token_positions(op, cu_seqlens, n, index)
+    grid = _Grid(proj, q_norm, k_norm, cos, sin, dims, positions, max_seqlen, eps)
     o_saved = proj.new_empty(out.shape) if save else None
     lse = proj.new_empty(grid.q.shape[:-1], dtype=grid.q.dtype) if save else None
     out_grid = out.view(grid.token_shape)
@@ -187,8 +190,10 @@ def attention_mixer_bwd(
     for name, grad in (("dq_norm", dq_norm), ("dk_norm", dk_norm)):
         if grad is not None:
             checks.vector(op, name, grad, dims.hd, "proj", proj)
+            checks.writable(op, name, grad)
 
-    grid = _Grid(proj, q_norm, k_norm, cos, sin, dims, cu_seqlens, max_seqlen, eps, index)
+    positions = token_positions(op, cu_seqlens, n, index)
+    grid = _Grid(proj, q_norm, k_norm, cos, sin, dims, positions, max_seqlen, eps)
     acc = grid.q.dtype
     columns, dcolumns = _columns(proj, dims), _columns(dproj, dims)
     sig = torch.sigmoid(columns.gate.to(acc))  # [N, nq, hd]
@@ -246,13 +251,11 @@ class _Grid:
         cos: Tensor,
         sin: Tensor,
         dims: AttnDims,
-        cu_seqlens: Tensor,
+        positions: Tensor,
         window: int,
         eps: float,
-        index: SeqIndex | None,
     ) -> None:
         acc = checks.acc_dtype(proj.dtype)
-        positions = (sequence_index(cu_seqlens, proj.shape[0]) if index is None else index).positions
         self.batch, self.window, self.groups = proj.shape[0] // window, window, dims.nq // dims.nkv
         self.block = BLOCK_Q.get(proj.device.type, BLOCK_Q["cpu"])
         self.token_shape = (self.batch, window, dims.nkv, self.groups, dims.hd)

@@ -65,6 +65,20 @@ def vector(op: str, name: str, t: Tensor, size: int, like_name: str, like: Tenso
     same_device(op, name, t, like_name, like)
 
 
+def writable(op: str, name: str, out: Tensor) -> None:
+    """`out` has a memory cell of its own for every element: an expanded tensor cannot be written."""
+    if out.numel() and any(step == 0 and size > 1 for size, step in zip(out.shape, out.stride(), strict=True)):
+        fix = f"allocate {name} in full; an expanded tensor can only be read"
+        fail(op, name, "a tensor whose elements do not share memory", f"strides {out.stride()}", fix)
+
+
+def apart(op: str, name: str, out: Tensor, inputs: Sequence[tuple[str, Tensor]]) -> None:
+    """`out` does not begin in the memory of an input, which would be overwritten while it is read."""
+    for like_name, like in inputs:
+        if out.numel() and like.numel() and out.data_ptr() == like.data_ptr():
+            fail(op, name, f"apart from {like_name}", f"the memory of {like_name}", f"pass another {name}, or none")
+
+
 def output(
     op: str,
     name: str,
@@ -87,4 +101,5 @@ def output(
     shape(op, name, out, tuple(sizes), str(list(sizes)), fix)
     dtype(op, name, out, (out_dtype,), fix)
     same_device(op, name, out, "the input", like)
+    writable(op, name, out)
     return out

@@ -79,7 +79,10 @@ def add_rms_norm_fwd(
     if r is not None:
         checks.same_shape(op, "r", r, "x", x, "r is what the layer adds to the residual stream")
         checks.alike(op, "r", r, "x", x)
-    x_out = checks.output(op, "x_out", x if x_out is None else x_out, x.shape, x.dtype, x)
+    if x_out is None and r is None:
+        x_out = x  # only read
+    else:
+        x_out = checks.output(op, "x_out", x if x_out is None else x_out, x.shape, x.dtype, x)
     out = checks.output(op, "out", out, x.shape, x.dtype, x)
 
     if r is not None:
@@ -113,6 +116,7 @@ def add_rms_norm_bwd(
     checks.output(op, "dx", dx, x.shape, x.dtype, x)
     if dweight is not None:
         checks.vector(op, "dweight", dweight, x.shape[1], "the saved x", x)
+        checks.writable(op, "dweight", dweight)
 
     scale = rstd.unsqueeze(-1)
     xhat = x.to(weight.dtype) * scale  # [N, H]

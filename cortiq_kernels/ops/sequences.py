@@ -55,6 +55,17 @@ def sequence_index(cu_seqlens: Tensor, n: int) -> SeqIndex:
     return SeqIndex(seq_ids, positions)
 
 
+def token_positions(op: str, cu_seqlens: Tensor, n: int, index: SeqIndex | None) -> Tensor:
+    """[n] int64 positions, from the caller's `index` when there is one. Raises ValueError when it does not fit."""
+    if index is None:
+        return sequence_index(cu_seqlens, n).positions
+    fix = "pass sequence_index(cu_seqlens, N), or leave it out"
+    checks.shape(op, "index.positions", index.positions, (n,), f"[{n}]", fix)
+    checks.dtype(op, "index.positions", index.positions, (torch.int64,), fix)
+    checks.same_device(op, "index.positions", index.positions, "cu_seqlens", cu_seqlens)
+    return index.positions
+
+
 def check_cu_seqlens(op: str, cu_seqlens: Tensor, like: Tensor | None = None) -> None:
     """Raise ValueError unless `cu_seqlens` has the rank, dtype and device that `op` expects (values are not read)."""
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0 or cu_seqlens.dtype not in checks.INTS:

@@ -203,9 +203,12 @@ def test_errors():
     refused("cu_seqlens must be int32", cu_seqlens=cu.float())
     refused("dims must be nq a multiple of nkv", dims=AttnDims(3, 2, 8, 4))
     refused(r"out must be \[6, 32\]", out=proj)
+    refused(r"index.positions must be \[6\]; got \(3,\)", index=sequence_index(cu, 3))
     _, saved = attention_mixer_fwd(proj, norm, norm, cos, sin, **good)
     with pytest.raises(ValueError, match=r"attention_mixer_bwd: dout must be \[6, 32\]"):
         attention_mixer_bwd(proj, saved, norm, norm, cos, sin, **good)
+    with pytest.raises(ValueError, match="dk_norm must be a tensor whose elements do not share memory"):
+        attention_mixer_bwd(proj[:, :32], saved, norm, norm, cos, sin, **good, dk_norm=norm[:1].expand(8))
     with pytest.raises(ValueError, match="rope_table: n and rot must be"):
         rope_table(4, 3, 1e4, torch.float32, "cpu")
 

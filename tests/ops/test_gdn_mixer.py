@@ -107,6 +107,19 @@ def test_nothing_leaks_between_sequences(rng):
     assert not torch.equal(first[1][37:88], second[1][37:88])
 
 
+@pytest.mark.parametrize("strong", [1.0, 30.0, 1e4])
+@pytest.mark.parametrize("window", [40, 128])
+def test_decay_of_one_sequence_rounds_nothing_in_another(window, strong, rng):
+    """In float64, where it would show: a decay summed across sequences and subtracted again leaves its rounding."""
+    cu = cuts(0, 7, window // 2, window - 5, window)
+    proj, dout, weights = make(DIMS, window, rng)
+    first = ours(proj, dout, weights, DIMS, cu, window)
+    proj[7 : window // 2] = strong * torch.randn(window // 2 - 7, DIMS.width, generator=rng, dtype=torch.float64)
+    second = ours(proj, dout, weights, DIMS, cu, window)
+    for rows in (slice(0, 7), slice(window // 2, window)):
+        assert bits(first[0][rows], first[1][rows]) == bits(second[0][rows], second[1][rows])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_strided_and_expanded(dtype, rng):
     """proj and dproj as columns of wider matrices, dout expanded; nothing beside them is touched."""
@@ -272,11 +285,13 @@ def test_errors(rng):
         (fwd(proj, *weights, max_seqlen=8), "max_seqlen must be a divisor of the 20 tokens; got 8"),
         (fwd(proj, *weights, cu_seqlens=cuts(0, 20).float()), "cu_seqlens must be int32"),
         (fwd(proj, *weights, out=proj), "out must be"),
+        (fwd(proj, *weights, index=sequence_index(cuts(0, 10), 10)), r"index.positions must be \[20\]; got \(10,\)"),
         (bwd(dout[:3]), "dout must be"),
         (bwd(dout.double()), "dout must be"),
         (bwd(dout, dproj=dout), "dproj must be"),
         (bwd(dout, dconv=conv[1:]), "dconv must be"),
         (bwd(dout, dnorm=norm.double()), "dnorm must be"),
+        (bwd(dout, dA_log=a_log[:1].expand(4)), "dA_log must be a tensor whose elements do not share memory"),
     ):
         with pytest.raises(ValueError, match=match):
             call()

@@ -146,6 +146,14 @@ def test_errors():
         add_rms_norm_bwd(x, saved, w, dx=torch.zeros(2, 5))
     with pytest.raises(ValueError, match="add_rms_norm_bwd: dweight must be"):
         add_rms_norm_bwd(x, saved, w, dx=torch.zeros(2, 4), dweight=torch.zeros(5))
+    dx = torch.zeros(2, 4)
+    with pytest.raises(ValueError, match="dweight must be a tensor whose elements do not share memory"):
+        add_rms_norm_bwd(x + 1, saved, w, dx=dx, dweight=torch.zeros(1).expand(4))
+    assert (dx == 0).all()
+    row = torch.ones(1, 4).expand(2, 4)
+    with pytest.raises(ValueError, match="x_out must be a tensor whose elements do not share memory"):
+        add_rms_norm_fwd(row, x, w, EPS)
+    assert add_rms_norm_fwd(row, None, w, EPS)[0].shape == (2, 4)  # nothing is written to x here
 
 
 @pytest.mark.gpu

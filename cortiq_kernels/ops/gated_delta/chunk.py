@@ -132,9 +132,11 @@ def chunk_gated_delta_rule_bwd(
     shape = (rows, length, hv, dv) if index is None else (1, index.positions.numel(), hv, dv)
     op = "chunk_gated_delta_rule_bwd"
     checks.shape(op, "do", do, shape, str(list(shape)), "pass the gradient of o")
+    checks.same_device(op, "do", do, "the saved v", saved.v)
     state_shape = (rows, hv, saved.k.shape[-1], dv)
     if dht is not None:
         checks.shape(op, "dht", dht, state_shape, str(list(state_shape)), "pass the gradient of final_state")
+        checks.same_device(op, "dht", dht, "the saved v", saved.v)
     do = do.to(acc)
     if index is not None:
         do = _spread(do[0], index, rows, length)
@@ -179,6 +181,8 @@ def _check_inputs(
     checks.same_shape(op, "k", k, "q", q, layout)
     checks.shape(op, "v", v, (*q.shape[:2], None, None), f"[{q.shape[0]}, {q.shape[1]}, HV, DV]", layout)
     hk, hv = q.shape[2], v.shape[2]
+    if q.shape[3] == 0 or v.shape[3] == 0:
+        checks.fail(op, "DK and DV", "at least 1", (q.shape[3], v.shape[3]), layout)
     if hk == 0 or hv == 0 or hv % hk:
         checks.fail(op, "the heads of v", f"a multiple of the {hk} of k", hv, "value head h uses key head h // (HV/HK)")
     for name, x in (("g", g), ("beta", beta)):
@@ -196,4 +200,5 @@ def _check_inputs(
     if initial_state is not None:
         state = (rows, hv, q.shape[3], v.shape[3])
         checks.shape(op, "initial_state", initial_state, state, str(list(state)), "there is one a sequence")
+        checks.dtype(op, "initial_state", initial_state, checks.FLOATS, "convert it with .to()")
         checks.same_device(op, "initial_state", initial_state, "q", q)

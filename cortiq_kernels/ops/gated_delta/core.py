@@ -1,6 +1,7 @@
 """The chunked gated delta rule on the grid [NC, B, H, C, D] (layout.py), forward and closed-form backward.
 
-For one chunk and value head, S the state that enters, q already scaled, G = inclusive cumsum of g in the chunk:
+For one chunk and value head, S the state that enters, q already scaled, G_i = sum_{t in chunk} pair_it g_t, the decay
+since the chunk's or the token's own sequence's start:
 
     gam_ij = pair_ij  exp(G_i - G_j)        ga_i   = enter_i exp(G_i)
     tail_i = leave_i  exp(G_{C-1} - G_i)    ga_C   = ga_{C-1}
@@ -10,8 +11,9 @@ For one chunk and value head, S the state that enters, q already scaled, G = inc
     S+ = ga_C S + K^T diag(tail) V'
 
 Exponents are masked before exp and are never split into exp(G_i) exp(-G_j), which overflows.  G and its differences are
-float64 until the exp: under strong decay G is large and a float32 difference would be off by its spacing.  gam carries
-the sequence mask, so L and T are block diagonal over the packed sequences of a chunk.
+float64 until the exp: under strong decay G is large and a float32 difference would be off by its spacing.  G starts
+afresh at each sequence, or the rounding of one would depend on the decay of those packed before it.  gam carries the
+sequence mask, so L and T are block diagonal over the packed sequences of a chunk.
 
 Backward, given dO and dS+ (y is the adjoint of the triangular solve, so the inverse itself is never differentiated):
 
@@ -222,7 +224,9 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 def _decay(g: Tensor, masks: Masks) -> _Decay:
     """gam, ga, tail and the decay of the state, exponents masked before exp."""
     nc, batch, hv, c = g.shape
-    total = g.double().clamp(min=LEAST_G).cumsum(-1)
+    total = g.double().clamp(min=LEAST_G)
+    packed = masks.pair.dim() > 2
+    total = total @ masks.pair.squeeze(2).double().mT if packed else total.cumsum(-1)  # [NC, B, HV, C]
     gam = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(g.dtype).masked_fill_(~masks.pair, NEG_INF).exp_()
     tail = total[..., -1:] - total
     if masks.leave is not None:

@@ -34,7 +34,7 @@ The N tokens fold to rows of max_seqlen: no sequence crosses a multiple of max_s
 apart by masks, so nothing depends on their number and nothing synchronises with the host.
 
 A NaN or infinity in a sequence can reach the others of its row (masks multiply by 0); finite values never do, bit for
-bit.
+bit, as long as nothing computed from them overflows.
 
 Kept for the backward: `proj` itself (not a copy: do not overwrite it in between), and in acc, per token and value head,
 the chunk states (dk*dv/C elements), T (C), V' (dv) and o (dv).  In float32 at dk = dv = 128 that is 2.3 KB with C = 64,
@@ -51,7 +51,7 @@ from torch import Tensor
 
 from .. import checks
 from ..checks import acc_dtype
-from ..sequences import SeqIndex, check_cu_seqlens, sequence_index
+from ..sequences import SeqIndex, check_cu_seqlens, token_positions
 from .conv import causal_conv_bwd, causal_conv_fwd
 from .core import CoreSaved, core_bwd, core_fwd
 from .layout import L2_EPS, GdnDims, chunk_size, from_chunks, packed_masks, to_chunks
@@ -112,14 +112,15 @@ def gdn_mixer_fwd(
     Raises:
         ValueError: a shape or dtype that does not fit `dims`, or N not a multiple of max_seqlen.
     """
-    _check("gdn_mixer_fwd", proj, conv_weight, A_log, dt_bias, norm_weight, dims, cu_seqlens, max_seqlen)
+    op = "gdn_mixer_fwd"
+    _check(op, proj, conv_weight, A_log, dt_bias, norm_weight, dims, cu_seqlens, max_seqlen)
     n = proj.shape[0]
-    out = checks.output("gdn_mixer_fwd", "out", out, (n, dims.out_width), proj.dtype, proj)
+    out = checks.output(op, "out", out, (n, dims.out_width), proj.dtype, proj)
     if n == 0:
         empty = proj.new_empty(0, dtype=acc_dtype(proj.dtype))
         return out, GdnSaved(proj, CoreSaved(empty, empty, empty), empty) if save else None
     length = max_seqlen
-    positions = _positions(cu_seqlens, n, length, index)
+    positions = token_positions(op, cu_seqlens, n, index).view(-1, length)  # [B, T]
     front = _front(proj, conv_weight, A_log, dt_bias, positions, dims)
     masks = packed_masks(positions, chunk_size(length, proj.device))
     o, core = core_fwd(front.q, front.k, front.v, front.g, front.beta, None, masks)
@@ -187,7 +188,7 @@ def gdn_mixer_bwd(
             if grad is not None and not accumulate:
                 grad.zero_()
         return dproj
-    positions = _positions(cu_seqlens, n, length, index)
+    positions = token_positions(op, cu_seqlens, n, index).view(-1, length)  # [B, T]
     front = _front(proj, conv_weight, A_log, dt_bias, positions, dims)
     masks = packed_masks(positions, chunk_size(length, proj.device))
     acc, chunk = o.dtype, o.shape[3]
@@ -287,11 +288,6 @@ def _l2_norm_bwd(dy: Tensor, y: Tensor, rstd: Tensor, inv_scale_sq: float, out: 
 def _norm_rstd(o: Tensor, eps: float) -> Tensor:
     """rsqrt(mean o^2 + eps) over the last dimension, kept."""
     return (o.square().mean(-1, keepdim=True) + eps).rsqrt_()
-
-
-def _positions(cu_seqlens: Tensor, n: int, length: int, index: SeqIndex | None) -> Tensor:
-    """[B, T] position of each token in its sequence."""
-    return (sequence_index(cu_seqlens, n) if index is None else index).positions.view(-1, length)
 
 
 def _write(out: Tensor, value: Tensor, accumulate: bool) -> None:
