@@ -15,7 +15,8 @@ Maths
 Precision: products are summed in f32 (f64 for f64) and rounded once on the way out. The weight gradient never passes
 through 16 bit: on CUDA the 16-bit GEMM writes f32 directly, on the CPU the operands are converted first (a CPU has no
 16-bit GEMM with an f32 result). Sixteen-bit accumulation of dw over micro-batches drifts without bound.
-N = 0 gives dw = 0 (`=`) or leaves it (`+=`). Rows may be strided or expanded; outputs may hold NaN before.
+N = 0 gives dw = 0 (`=`) or leaves it (`+=`). Rows may be strided or expanded; outputs may hold NaN before, and must not
+overlap an input (one that is an input is refused).
 GEMMs are the vendor library's, through torch.
 """
 
@@ -46,6 +47,7 @@ def linear_fwd(x: Tensor, w: Tensor, *, out: Tensor | None = None) -> Tensor:
             "linear_fwd", "w", f"[O, {x.shape[1]}] for x {tuple(x.shape)}", tuple(w.shape), "w is stored [out, in]"
         )
     out = checks.output("linear_fwd", "out", out, (x.shape[0], w.shape[0]), x.dtype, x)
+    checks.apart("linear_fwd", "out", out, (("x", x), ("w", w)))
     return torch.mm(x, w.t(), out=out)
 
 
@@ -62,6 +64,7 @@ def linear_bwd_x(dy: Tensor, w: Tensor, *, out: Tensor | None = None, accumulate
         )
     sizes = (dy.shape[0], w.shape[1])
     out = checks.output("linear_bwd_x", "out", out, sizes, dy.dtype, dy, accumulate=accumulate)
+    checks.apart("linear_bwd_x", "out", out, (("dy", dy), ("w", w)))
     if accumulate:
         return out.addmm_(dy, w)
     return torch.mm(dy, w, out=out)
@@ -79,6 +82,7 @@ def linear_bwd_w(dy: Tensor, x: Tensor, *, out: Tensor, accumulate: bool = False
         )
     acc = checks.acc_dtype(x.dtype)
     out = checks.output("linear_bwd_w", "out", out, (dy.shape[1], x.shape[1]), acc, x)
+    checks.apart("linear_bwd_w", "out", out, (("dy", dy), ("x", x)))
     dyt = dy.t()
     if x.dtype in _HALF and x.is_cuda and x.shape[0] > 0:
         if accumulate:

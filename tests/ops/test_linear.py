@@ -107,6 +107,30 @@ def test_errors():
         linear_bwd_w(torch.zeros(3, 5), x, out=torch.zeros(5, 4, dtype=torch.bfloat16))
 
 
+def test_out_that_cannot_hold_the_result_is_refused(rng):
+    """Torch computes into the memory of an operand without a word, and wrongly."""
+    a = torch.randn(4, 4, generator=rng)
+    before = bits(a)
+    for call in (
+        lambda: linear_fwd(a, a.clone(), out=a),
+        lambda: linear_fwd(a.clone(), a, out=a),
+        lambda: linear_bwd_x(a, a.clone(), out=a),
+        lambda: linear_bwd_w(a.clone(), a, out=a),
+    ):
+        with pytest.raises(ValueError, match="out must be apart from"):
+            call()
+    assert bits(a) == before
+    row = torch.zeros(1, 4)
+    for call in (
+        lambda: linear_fwd(a, a, out=row.expand(4, 4)),
+        lambda: linear_bwd_x(a, a, out=row.expand(4, 4), accumulate=True),
+        lambda: linear_bwd_w(a, a, out=row.expand(4, 4)),
+    ):
+        with pytest.raises(ValueError, match="out must be a tensor whose elements do not share memory"):
+            call()
+    assert (row == 0).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", GPU_TOL)
 def test_gpu(dtype, rng):
