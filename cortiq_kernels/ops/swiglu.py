@@ -1,7 +1,7 @@
 """Gated MLP activation with an optional gate per neuron, and its gradients.
 
 Maths (gate_up = gate | up side by side; σ the logistic function; s the mask, 1 when absent)
-    forward     act   = silu(gate) · up · s,        silu(x) = x·σ(x)
+    forward     act   = silu(gate) · s · up,        silu(x) = x·σ(x)
     backward    dgate = dact · s · up · σ(gate)·(1 + gate·(1 − σ(gate)))
                 dup   = dact · s · silu(gate)
                 ds    = Σ_rows dact · silu(gate) · up          (`=` or `+=`)
@@ -14,7 +14,8 @@ Maths (gate_up = gate | up side by side; σ the logistic function; s the mask, 1
 
 Precision: all in f32 (f64 for f64) from the working-dtype inputs, rounded once into each output. dmask is taken from
 the unrounded activation before the gate. A neuron with s = 0 has act = 0 and passes no gradient to gate and up (both
-exactly 0 for finite inputs), but has a mask gradient. N = 0 gives dmask = 0.
+exactly 0 for finite inputs: s comes before up, because silu·up can overflow), but has a mask gradient. N = 0 gives
+dmask = 0.
 The backward also returns act again, for the weight gradient of down_proj, so that the forward need not keep it.
 Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 """
@@ -41,10 +42,10 @@ def swiglu_mlp_fwd(gate_up: Tensor, mask: Tensor | None = None, *, out: Tensor |
     out = checks.output(op, "out", out, (n, f), gate_up.dtype, gate_up)
     acc = checks.acc_dtype(gate_up.dtype)
     gate, up = gate_up[:, :f].to(acc), gate_up[:, f:].to(acc)
-    act = torch.sigmoid(gate).mul_(gate).mul_(up)  # the backward's own expression: act comes out the same bit for bit
+    act = torch.sigmoid(gate).mul_(gate)  # the backward's own expression: act comes out the same bit for bit
     if mask is not None:
         act.mul_(mask)
-    return out.copy_(act)
+    return out.copy_(act.mul_(up))
 
 
 def swiglu_mlp_bwd(
@@ -72,26 +73,28 @@ def swiglu_mlp_bwd(
     acc = checks.acc_dtype(gate_up.dtype)
     if dmask is not None:
         checks.vector(op, "dmask", dmask, f, "gate_up", gate_up)
+        checks.writable(op, "dmask", dmask)
 
     gate, up, da = gate_up[:, :f].to(acc), gate_up[:, f:].to(acc), dact.to(acc)
     sig = torch.sigmoid(gate)
     silu = gate * sig
-    open_act = silu * up  # [N, F] before the mask
     if dmask is not None:
-        total = (da * open_act).sum(0)
+        total = (da * silu * up).sum(0)
         if accumulate:
             dmask.add_(total)
         else:
             dmask.copy_(total)
-    if mask is not None:
+    if mask is None:
+        act_out = silu * up
+    else:
+        act_out = (silu * mask).mul_(up)
         da = da * mask
-        open_act.mul_(mask)
     # silu' = σ·(1 + gate·(1 − σ)) = σ + silu·(1 − σ)
     dsilu = sig + silu * (1 - sig)
-    dgate = dsilu.mul_(up).mul_(da)
+    dgate = dsilu.mul_(da).mul_(up)
     dgate_up[:, f:].copy_(silu.mul_(da))
     dgate_up[:, :f].copy_(dgate)
-    act.copy_(open_act)
+    act.copy_(act_out)
     return dgate_up, act, dmask
 
 

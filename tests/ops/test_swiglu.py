@@ -70,6 +70,15 @@ def test_closed_neuron_is_exactly_silent_but_has_a_mask_gradient(rng):
     assert bits(compact) == bits(act[:, keep])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_closed_neuron_is_silent_where_gate_times_up_overflows(dtype):
+    big = torch.finfo(dtype).max
+    gate_up, mask = torch.tensor([[big, big], [1e20, -1e20], [-big, big], [1.0, big]]).to(dtype), torch.zeros(1)
+    dgate_up, again, _ = swiglu_mlp_bwd(torch.full((4, 1), 2.0, dtype=dtype), gate_up, mask)
+    for t in (swiglu_mlp_fwd(gate_up, mask), again, dgate_up):
+        assert (t == 0).all()
+
+
 def test_mask_gradient_of_a_nearly_open_gate(rng):
     """In 16 bit a gate at logit 7 rounds to 1, and its gradient through the logistic function to 0."""
     gate_up, dact, _ = make(8, 3, torch.bfloat16, rng)
