@@ -14,7 +14,8 @@ Maths
 Precision and order: dy is added in f32 (f64 for f64), in the order of n on the CPU and in a sorted order on CUDA: no
 atomics, so the same inputs give the same bits. Rows of dw that no id names get 0 (`=`) or stay (`+=`). Padding tokens
 are gathered like any other, and their gradient counts; they add nothing when dy is 0 there.
-An id outside [0, V) is an IndexError on the CPU and a device-side assertion on CUDA.
+An id outside [0, V) is an IndexError on the CPU, before anything is written. On CUDA, where the host reads no ids, it
+is a device-side assertion in the forward; the backward trusts ids that went through the forward.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ def embedding_fwd(ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> 
     op = "embedding_fwd"
     _check_ids(op, ids)
     checks.shape(op, "weight", weight, (None, None), "[V, H]", "one row a token id")
+    checks.dtype(op, "weight", weight, checks.FLOATS, "convert it with .to()")
     checks.same_device(op, "ids", ids, "weight", weight)
     out = checks.output(op, "out", out, (ids.shape[0], weight.shape[1]), weight.dtype, weight)
+    checks.apart(op, "out", out, (("weight", weight),))
+    _check_range(op, ids, weight.shape[0])
     return torch.index_select(weight, 0, ids, out=out)
 
 
@@ -54,6 +58,9 @@ def embedding_bwd(dy: Tensor, ids: Tensor, *, out: Tensor, accumulate: bool = Fa
     checks.shape(op, "out", out, (None, dy.shape[1]), f"[V, {dy.shape[1]}]", "it is the gradient of the whole table")
     checks.dtype(op, "out", out, (acc,), "gradients of weights are held in the accumulation dtype")
     checks.same_device(op, "out", out, "dy", dy)
+    checks.writable(op, "out", out)
+    checks.apart(op, "out", out, (("dy", dy),))
+    _check_range(op, ids, out.shape[0])
     if not accumulate:
         out.zero_()
     if dy.is_cuda:
@@ -66,3 +73,13 @@ def embedding_bwd(dy: Tensor, ids: Tensor, *, out: Tensor, accumulate: bool = Fa
 def _check_ids(op: str, ids: Tensor) -> None:
     checks.shape(op, "ids", ids, (None,), "[N]", "flatten batch and time into one dimension first")
     checks.dtype(op, "ids", ids, checks.INTS, "convert them with .to(torch.int64)")
+
+
+def _check_range(op: str, ids: Tensor, vocab: int) -> None:
+    """Every id names a row of the table. Only on the CPU, where reading them waits for nothing."""
+    if ids.device.type != "cpu" or ids.numel() == 0:
+        return
+    low, high = (int(t) for t in ids.aminmax())
+    if low < 0 or high >= vocab:
+        got = low if low < 0 else high
+        raise IndexError(f"{op}: ids must be in [0, {vocab}); got {got}; is it the tokenizer of this model?")

@@ -50,12 +50,28 @@ def test_errors():
         embedding_fwd(torch.zeros(2, 3, dtype=torch.int64), weight)
     with pytest.raises(ValueError, match="ids must be int32 or int64; got torch.float32"):
         embedding_fwd(torch.zeros(2), weight)
-    with pytest.raises(IndexError):
-        embedding_fwd(torch.tensor([4]), weight)
+    with pytest.raises(ValueError, match="weight must be bfloat16 or"):
+        embedding_fwd(torch.tensor([0]), weight.int())
+    with pytest.raises(ValueError, match="out must be apart from weight"):
+        embedding_fwd(torch.tensor([1, 0, 1, 0]), weight, out=weight)
+    with pytest.raises(ValueError, match="out must be a tensor whose elements do not share memory"):
+        embedding_bwd(torch.zeros(1, 2), torch.tensor([0]), out=torch.zeros(1, 2).expand(4, 2))
     with pytest.raises(ValueError, match=r"embedding_bwd: out must be \[V, 2\]"):
         embedding_bwd(torch.zeros(1, 2), torch.tensor([0]), out=torch.zeros(4, 3))
     with pytest.raises(ValueError, match="embedding_bwd: out must be float32"):
         embedding_bwd(torch.zeros(1, 2), torch.tensor([0]), out=torch.zeros(4, 2, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("wrong", [-1, 4, 2**31])
+def test_id_out_of_range_is_an_index_error_and_nothing_is_written(wrong):
+    ids, weight = torch.tensor([0, wrong]), torch.zeros(4, 2)
+    out, grad = torch.full((2, 2), 7.0), torch.full((4, 2), 7.0)
+    with pytest.raises(IndexError, match=rf"embedding_fwd: ids must be in \[0, 4\); got {wrong}"):
+        embedding_fwd(ids, weight, out=out)
+    for accumulate in (False, True):
+        with pytest.raises(IndexError, match=rf"embedding_bwd: ids must be in \[0, 4\); got {wrong}"):
+            embedding_bwd(torch.ones(2, 2), ids, out=grad, accumulate=accumulate)
+    assert (out == 7).all() and (grad == 7).all()
 
 
 @pytest.mark.gpu
