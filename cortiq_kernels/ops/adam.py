@@ -21,13 +21,13 @@ below 1, and it never grows back).
 
 Precision: the norm is summed in f64, so gradients whose squares overflow f32 are still good gradients and are clipped,
 not skipped. Bias corrections and the clip coefficient are f64; the element-wise part runs in the dtype of m and v. With
-clipping off, |g| above 1.8e19 overflows an f32 v. ε stands outside the root. The decay is decoupled and uses η.
+clipping off, |g| above 1.8e19 overflows an f32 v; an f32 update takes a clip coefficient below 1e-38 with few digits.
+ε stands outside the root. The decay is decoupled and uses η.
 Sources: Kingma and Ba, "Adam", 2015; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ from cortiq_kernels.ops import checks
 
 # Elements updated at a time: temporaries stay in a CPU's cache; on a GPU they only have to be bounded.
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 26}
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max  # of a loss scale
 
 
 class AdamRead(NamedTuple):
@@ -62,9 +63,11 @@ class AdamState:
 
     @classmethod
     def new(cls, device: torch.device | str, scale: float = 1.0) -> AdamState:
-        """No step taken yet, and ok until a norm says otherwise. `scale` is the loss scale, finite and above 0."""
-        if not (math.isfinite(scale) and scale > 0):
-            checks.fail("AdamState.new", "scale", "finite and above 0", scale, "use 1.0 for no loss scale")
+        """No step taken yet, and ok until a norm says otherwise. `scale` is the loss scale, a normal f32 above 0."""
+        if not _SMALLEST <= scale <= _LARGEST:
+            checks.fail(
+                "AdamState.new", "scale", "finite and above 0", f"{scale}, as float32", "use 1.0 for no loss scale"
+            )
 
         def scalar(value: float | bool, dtype: torch.dtype) -> Tensor:
             return torch.tensor(value, dtype=dtype, device=device)
@@ -218,6 +221,8 @@ def _check(op: str, state: AdamState, param: Tensor, grad: Tensor, m: Tensor, v:
     for name, t in named:
         checks.same_shape(op, name, t, "param", param, "pass the same range of each flat buffer")
         checks.same_device(op, name, t, "param", param)
+    for name, t in (("param", param), *named[1:]):
+        checks.writable(op, name, t)
     checks.dtype(op, "grad", grad, (param.dtype,), "gradients are kept in the master's dtype")
     checks.dtype(op, "m", m, (param.dtype, torch.float64), "moments are kept in the master's dtype or in float64")
     checks.dtype(op, "v", v, (m.dtype,), "both moments have one dtype")

@@ -261,6 +261,9 @@ def test_errors():
     state, x = AdamState.new("cpu"), torch.zeros(4)
     with pytest.raises(ValueError, match=r"AdamState.new: scale must be finite and above 0; got 0"):
         AdamState.new("cpu", 0.0)
+    for scale in (1e-46, 1e39, 1e300, float("nan")):  # 0, inf and nan in float32
+        with pytest.raises(ValueError, match="AdamState.new: scale must be finite and above 0"):
+            AdamState.new("cpu", scale)
     with pytest.raises(ValueError, match=r"adam_norm_: grad must be flat, \[n\]; got \(2, 2\)"):
         adam_norm_(state, x.view(2, 2))
     with pytest.raises(ValueError, match="adam_norm_: grad must be float32 or float64"):
@@ -273,6 +276,10 @@ def test_errors():
         adam_update_(state, x, x, x, x.double(), rate=1.0)
     with pytest.raises(ValueError, match="plane must be bfloat16 or float16; got torch.float32"):
         adam_update_(state, x, x, x, x, plane=x, rate=1.0)
+    param, m = torch.ones(4), torch.zeros(4)
+    with pytest.raises(ValueError, match="v must be a tensor whose elements do not share memory"):
+        adam_update_(state, param, torch.ones(4), m, torch.zeros(1).expand(4), rate=1.0)
+    assert (param == 1).all() and (m == 0).all()
 
 
 @pytest.mark.gpu
