@@ -70,10 +70,20 @@ class Trainer:
 
     def gradients(self, micros: Sequence[Micro], *, from_layer: int | None = None) -> Tensor:
         """Gradients of the mean loss over `micros`, times the loss scale, into `weights.trained.grad`; returns the
-        loss (0-d)."""
+        loss (0-d). `from_layer` is `weights.train_from` or above. ValueError when no row is scored."""
         w, buf = self.weights, self.buffers
         stop = w.train_from if from_layer is None else from_layer
+        if not w.train_from <= stop <= w.geometry.n_layers:
+            raise ValueError(
+                f"Trainer: from_layer must be between train_from {w.train_from} and the {w.geometry.n_layers} layers; "
+                f"got {stop}; load the weights with a lower train_from="
+            )
         weight_sum = sum(m.batch.weight_sum for m in micros)
+        if not weight_sum > 0:
+            raise ValueError(
+                f"Trainer: the weights of the {len(micros)} micro-batches must sum to more than 0; got {weight_sum}; "
+                "leave out steps without scored rows"
+            )
         total = torch.zeros((), dtype=torch.float64, device=w.device)
         grad_scale = self.state.scale.double() / weight_sum
         for j, m in enumerate(micros):

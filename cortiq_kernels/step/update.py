@@ -36,11 +36,17 @@ def update(
     from_layer: int = 0,
     factor: Callable[[int], float] | None = None,
 ) -> None:
-    """One Adam step on what is trained in layers `from_layer ..` (and outside the layers) at `rate` * factor(layer)."""
+    """One Adam step on what is trained in layers `from_layer ..` (and outside the layers) at `rate` * factor(layer).
+
+    The gradient of everything else is set to 0: what an earlier step left there has no part in this step's norm.
+    """
     t = w.trained
     assert t is not None, "update needs trained weights"
+    spans = _spans(w, from_layer, factor)
+    for start, stop in zip([0, *(s[1] for s in spans)], [*(s[0] for s in spans), t.grad.numel()], strict=True):
+        t.grad[start:stop].zero_()
     adam_norm_(state, t.grad, loss)
-    for start, stop, plane_start, scale in _spans(w, from_layer, factor):
+    for start, stop, plane_start, scale in spans:
         plane = None
         if plane_start is not None and t.plane is not None:
             plane = t.plane[plane_start : plane_start + stop - start]

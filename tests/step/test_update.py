@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from tiny import batch, geometry, targets
@@ -111,6 +113,38 @@ def test_window_and_factor_only_move_what_they_should():
         # Adam's first step moves an element by almost exactly its rate
         want = {1: 1e-3, 2: 0.5e-3}.get(layer, 0.0)
         assert moved == pytest.approx(want, rel=1e-2), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_norm_is_that_of_what_trains(tied):
+    """The trained window moves up: what an earlier step left below it (and a tied head's share of the embedding) must
+    not count in the norm that clips."""
+    g = geometry("LLF", tied=tied)
+    w = Weights.random(g, seed=1, dtype=torch.float64, device=CPU, train="all")
+    b = batch([[30, 40], [64]], 70, g.vocab)
+    micro = Micro(b, Targets(*targets(b, g.vocab, 4)))
+    trainer = Trainer(w, b.tokens.numel(), 70)
+    trainer.gradients([micro], from_layer=2)
+    want = sum(float(w.trained.grad[r.start : r.stop].square().sum()) for r in w.ranges(2)) ** 0.5
+    trainer.step([micro], rate=0.0)
+    w.grad("layers.0.down")[0, 0] = float("nan")
+    trainer.step([micro], rate=0.0, from_layer=2)
+    stats = trainer.read()
+    assert stats.ok and stats.norm == pytest.approx(want, rel=1e-12)
+
+
+def test_steps_that_cannot_be_are_refused():
+    g, w, b, t, trainer = make(train="layers")
+    nothing = dataclasses.replace(b, row_weight=b.row_weight * 0, weight_sum=0.0)
+    for micros in ([], [Micro(nothing, t)]):
+        with pytest.raises(ValueError, match="must sum to more than 0; got 0"):
+            trainer.step(micros, rate=1e-3)
+    for layer in (-1, g.n_layers + 1):
+        with pytest.raises(ValueError, match=f"from_layer must be between train_from 0 and the 3 layers; got {layer}"):
+            trainer.step([Micro(b, t)], rate=1e-3, from_layer=layer)
+    assert trainer.read()[3:6] == (0, 0, 0)  # steps, skipped, in a row
+    trainer.step([Micro(b, t), Micro(nothing, t)], rate=1e-3)  # one of two may be empty
+    assert trainer.read().ok
 
 
 def test_next_token_targets_are_the_batch_s_own():
