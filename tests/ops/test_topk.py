@@ -78,6 +78,14 @@ def test_extreme_logits():
     same(got.probs.sum(-1), torch.ones(3), 1e-6)
 
 
+def test_mass_is_a_share_however_large_the_logits(rng):
+    """exp(lse of the k − lse of all) would be off by the spacing of floats at 1e4, a thousandth, and could pass 1."""
+    z = 1e4 + torch.randn(20, 30, generator=rng)
+    want = torch.softmax(z.double(), -1).topk(7).values.sum(-1)
+    same(topk_softmax(z, 7, return_lse=True).mass, want, 1e-6)
+    assert (topk_softmax(z, 30, return_lse=True).mass <= 1).all()
+
+
 def test_errors():
     z = torch.zeros(2, 5)
     with pytest.raises(
