@@ -135,6 +135,10 @@ def test_no_rows():
         kw = {} if n == 0 else {"row_index": torch.zeros(0, dtype=torch.int32)}
         got = run(torch.randn(n, 4), head, empty.int(), empty, torch.zeros(0), **kw)
         assert got[0].shape == (0,) and all((t == 0).all() for t in got[1:])
+    slots = torch.ones(3, 2)
+    padding = torch.full((3,), -1, dtype=torch.int32)
+    got = run(torch.randn(0, 4), head, slots.int(), slots, torch.ones(3), row_index=padding)  # a batch of padding only
+    assert all((t == 0).all() for t in got)
 
 
 def test_duplicates_add_up_and_empty_slots_do_not_collide(rng):
