@@ -7,7 +7,10 @@ import torch
 from bench.geometries import by_geometry
 from bench.peers import through_autograd
 from bench.registry import Calls, Inputs, Op, Results, Sizes, Work, acc_dtype, blank, normal
-from cortiq_kernels.ops.topk_kl import head_topk_kl_fwd_bwd, head_topk_kl_ref
+from cortiq_kernels.ops.linear import linear_bwd_w, linear_bwd_x, linear_fwd
+from cortiq_kernels.ops.topk_kl import CHUNK_ROWS, head_topk_kl_fwd_bwd, head_topk_kl_ref, rows_for
+
+SHAPES = by_geometry(lambda g: {"h": g.hidden, "vocab": g.vocab, "k": 64})
 
 
 def inputs(sizes: Sizes, dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Inputs:
@@ -28,6 +31,9 @@ def calls(t: Inputs, sizes: Sizes) -> Calls:
     hidden, head = t["hidden"], t["head"]
     args = (hidden, head, t["topk_ids"], t["topk_probs"], t["row_weight"])
     dhidden = blank(hidden.shape, hidden)
+    half = torch.arange(0, sizes["n"], 2, dtype=torch.int32, device=hidden.device)
+    part = [t[name][::2].contiguous() for name in ("topk_ids", "topk_probs", "row_weight")]
+    small = min(sizes["n"], rows_for(512 << 20, sizes["vocab"], hidden.element_size()))
     dhead: list[torch.Tensor] = []  # [V, H] f32 is gigabytes: made when a call first needs it
 
     def frozen() -> Results:
@@ -40,7 +46,25 @@ def calls(t: Inputs, sizes: Sizes) -> Calls:
         head_topk_kl_fwd_bwd(*args, dhidden=dhidden, dhead=dhead[0])
         return {"dhidden": dhidden, "dhead": dhead[0]}
 
-    return {"fwd+dH": frozen, "fwd+dH+dW": trained}
+    def scored() -> Results:
+        head_topk_kl_fwd_bwd(hidden, head, *part, row_index=half, dhidden=dhidden)
+        return {}
+
+    def budget() -> Results:
+        head_topk_kl_fwd_bwd(*args, dhidden=dhidden, chunk_rows=small)
+        return {"dhidden": dhidden}
+
+    def loss() -> Results:
+        result = head_topk_kl_fwd_bwd(*args, need_grad=False)
+        return {"loss": result.loss, "total": result.total}
+
+    return {
+        "loss": loss,
+        "fwd+dH half": scored,
+        "fwd+dH 512M": budget,
+        "fwd+dH": frozen,
+        "fwd+dH+dW": trained,
+    }
 
 
 def reference(t: Inputs, sizes: Sizes) -> Results:
@@ -53,9 +77,37 @@ def work(sizes: Sizes, dtype: torch.dtype) -> dict[str, Work]:
     n, h, v, e = sizes["n"], sizes["h"], sizes["vocab"], dtype.itemsize
     gemm, head, rows = 2 * n * h * v, v * h * e, 2 * n * h * e
     return {
+        "loss": Work(gemm, head + rows // 2),
+        "fwd+dH half": Work(gemm, head + rows),
+        "fwd+dH 512M": Work(2 * gemm, head + rows),
         "fwd+dH": Work(2 * gemm, head + rows),
         "fwd+dH+dW": Work(3 * gemm, head + rows + v * h * acc_dtype(dtype).itemsize),
     }
+
+
+def gemms(t: Inputs, sizes: Sizes) -> Calls:
+    """The matrix products alone, in the same slabs and with the same f32 head gradient: what the rest is judged by."""
+    hidden, head = t["hidden"], t["head"]
+    n, rows = sizes["n"], min(CHUNK_ROWS, sizes["n"])
+    slab = normal(torch.Generator(hidden.device).manual_seed(2), (rows, sizes["vocab"]), hidden.dtype)
+    dhidden = blank(hidden.shape, hidden)
+    dhead: list[torch.Tensor] = []
+
+    def run(trained: bool) -> Results:
+        for a in range(0, n, rows):
+            b = min(a + rows, n)
+            linear_fwd(hidden[a:b], head, out=slab[: b - a])
+            linear_bwd_x(slab[: b - a], head, out=dhidden[a:b])
+            if trained:
+                linear_bwd_w(slab[: b - a], hidden[a:b], out=dhead[0], accumulate=True)
+        return {"dhidden": dhidden}
+
+    def with_dhead() -> Results:
+        if not dhead:
+            dhead.append(torch.zeros(head.shape, dtype=acc_dtype(head.dtype), device=head.device))
+        return run(True)
+
+    return {"fwd+dH": lambda: run(False), "fwd+dH+dW": with_dhead}
 
 
 def chunked(compiled: bool):
@@ -107,7 +159,7 @@ def cut_cross_entropy(t: Inputs, sizes: Sizes) -> Calls:
 
 ENTRY = Op(
     name="head_topk_kl",
-    shapes=by_geometry(lambda g: {"h": g.hidden, "vocab": g.vocab, "k": 64}),
+    shapes=SHAPES | {f"0.8B-k{k}": {**SHAPES["0.8B"], "k": k} for k in (1, 128)},
     gate={"n": 65, "vocab": 1009},
     inputs=inputs,
     calls=calls,
@@ -116,6 +168,7 @@ ENTRY = Op(
     work=work,
     eager=False,  # whole logits in autograd: the chunked peers are what people run
     peers={
+        "its GEMMs alone": gemms,
         "torch eager, 8 chunks": chunked(False),
         "torch.compile, 8 chunks": chunked(True),
         "liger CE, K=1": liger,

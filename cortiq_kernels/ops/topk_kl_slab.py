@@ -20,31 +20,6 @@ from cortiq_kernels.ops import topk_kl_triton as kernels
 from cortiq_kernels.ops.linear import linear_bwd_w, linear_bwd_x, linear_fwd
 from cortiq_kernels.ops.topk_kl_torch import LossOptions
 
-CHUNK_ROWS = 4096
-_ALIGN = 64  # elements: every row of the slab starts on 128 bytes
-
-
-def rows_for(budget_bytes: int, vocab: int, itemsize: int = 2) -> int:
-    """Rows of a slab of at most `budget_bytes`: the largest power of two that fits (at least 128), up to CHUNK_ROWS.
-
-    The dh GEMM has few output tiles, so rows between powers of two leave a wave of the GPU partly idle: with 248,320
-    columns and H 2560, 8192 rows took 33.6 ms in slabs of 1024, 36.7 in slabs of 896, 34.9 in slabs of 768.
-    """
-    rows = 128
-    while rows < CHUNK_ROWS and 2 * rows * slab_stride(vocab) * itemsize <= budget_bytes:
-        rows *= 2
-    return rows
-
-
-def slab_stride(vocab: int) -> int:
-    """Elements from one row of the slab to the next."""
-    return -(-vocab // _ALIGN) * _ALIGN
-
-
-def new_slab(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for `rows` rows of logits [rows, slab_stride(vocab)]; may hold anything."""
-    return torch.empty((rows, slab_stride(vocab)), dtype=dtype, device=device)
-
 
 def head_topk_kl_slab(
     hidden: Tensor,

@@ -23,9 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 256  # columns
+LOG2E = tl.constexpr(1.4426950408889634)
 LIMIT = tl.constexpr(60.0)  # exp(60) times 2^18 columns is 3e31, far from what float32 holds
 SWEEP = 8, 4  # tiles at a time and warps
-SELECT = 16, 4
+SELECT = 4, 4
 
 
 @triton.jit
@@ -50,13 +51,13 @@ def _key(z, BITS: tl.constexpr):
 
 
 @triton.jit
-def _tiles(z_ptr, list_ptr, first, count, vocab, GROUP: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
-    """Keys of tiles first .. of the list [GROUP, TILE], their columns, and which of them exist."""
+def _tiles(z_ptr, list_ptr, first, count, vocab, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """Logits of tiles first .. of the list [GROUP, TILE] as stored, their columns, and which of them exist."""
     place = first + tl.arange(0, GROUP)
     tile = tl.load(list_ptr + place, mask=place < count, other=0)
     cols = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
     exists = (place < count)[:, None] & (cols < vocab)
-    return _key(_values(z_ptr, cols, exists), BITS), cols, exists
+    return tl.load(z_ptr + cols, mask=exists, other=float("-inf")), cols, exists
 
 
 @triton.jit
@@ -75,8 +76,8 @@ def _count(z_ptr, list_ptr, count, vocab, threshold, GROUP: tl.constexpr, TILE: 
     """How many values of the listed tiles reach the threshold."""
     reach = tl.zeros([GROUP], tl.int32)
     for first in range(0, count, GROUP):
-        key, _, exists = _tiles(z_ptr, list_ptr, first, count, vocab, GROUP, TILE, BITS)
-        reach += tl.sum((exists & (key >= threshold)).to(tl.int32), 1)
+        raw, _, exists = _tiles(z_ptr, list_ptr, first, count, vocab, GROUP, TILE)
+        reach += tl.sum((exists & (_key(_clean(raw), BITS) >= threshold)).to(tl.int32), 1)
     return tl.sum(reach, 0)
 
 
@@ -113,7 +114,8 @@ def sweep_kernel(
         if WITH_LSE:
             moved = tl.where(top > ref + LIMIT, top, ref)
             level = tl.where(moved == float("-inf"), 0.0, moved)
-            total = total * tl.exp(ref - level)[:, None] + tl.exp(z - level[:, None])
+            shift = level * LOG2E  # one fused multiply-add before the exp, where exp(z - level) needs two instructions
+            total = total * tl.exp(ref - level)[:, None] + tl.exp2(z * LOG2E - shift[:, None])
             ref = moved
     if WITH_LSE:
         top = tl.max(ref, 0)
@@ -167,9 +169,12 @@ def select_kernel(
 
     # 3.
     n_found = 0
+    ahead, ahead_cols, ahead_exists = _tiles(z_ptr, list_ptr, 0, count, vocab, GROUP, TILE)
     for first in range(0, count, GROUP):
-        key, cols, exists = _tiles(z_ptr, list_ptr, first, count, vocab, GROUP, TILE, BITS)
-        n_found = _append(found_ptr, n_found, cols, exists & (key >= threshold), SORT)
+        raw, cols, exists = ahead, ahead_cols, ahead_exists
+        ahead, ahead_cols, ahead_exists = _tiles(z_ptr, list_ptr, first + GROUP, count, vocab, GROUP, TILE)
+        take = exists & (_key(_clean(raw), BITS) >= threshold)
+        n_found = _append(found_ptr, n_found, cols, take, SORT)
     if n_found > SORT:
         threshold = tl.where(_count(z_ptr, list_ptr, count, vocab, 0, GROUP, TILE, BITS) >= k, 0, lowest)
         for i in range(1, BITS):
@@ -181,7 +186,8 @@ def select_kernel(
         n_found = 0
         n_equal = 0
         for first in range(0, count, GROUP):
-            key, cols, exists = _tiles(z_ptr, list_ptr, first, count, vocab, GROUP, TILE, BITS)
+            raw, cols, exists = _tiles(z_ptr, list_ptr, first, count, vocab, GROUP, TILE)
+            key = _key(_clean(raw), BITS)
             equal = (exists & (key == threshold)).to(tl.int32)
             per_tile = tl.sum(equal, 1)
             rank = n_equal + (tl.cumsum(per_tile, 0) - per_tile)[:, None] + tl.cumsum(equal, 1)  # from 1
