@@ -4,7 +4,7 @@ import pytest
 import torch
 from ops_close import GPU_TOL, bits, nan, no_sync, not_worse, same
 
-from cortiq_kernels.ops import topk_kl, topk_kl_torch
+from cortiq_kernels.ops import topk_kl_torch
 from cortiq_kernels.ops.checks import acc_dtype
 from cortiq_kernels.ops.topk_kl import head_topk_kl_fwd_bwd, head_topk_kl_ref
 
