@@ -16,11 +16,13 @@ OPS = (
     "add_rms_norm", "gdn_mixer", "attention_mixer", "swiglu_mlp", "linear", "head_topk_kl", "topk_softmax", "embedding",
     "adam",
 )  # fmt: skip
+WITH_KERNELS = ("head_topk_kl", "topk_softmax")  # on CUDA tensors below float64
 
 
 def collect() -> dict[str, Any]:
     """Everything that is printed, as JSON-able values."""
     from cortiq_kernels import backend
+    from cortiq_kernels.ops import triton_gate
 
     native = importlib.util.find_spec("cortiq_kernels._C") is not None
     why_not = backend.no_gpu_reason()
@@ -34,18 +36,20 @@ def collect() -> dict[str, Any]:
             "reason": "built" if native else "this version has no native sources to build; every op runs on torch",
         },
         "default": _default(backend),
-        "ops": [
-            {
-                "op": op,
-                "cpu": "torch",
-                "cuda": "torch" if not why_not else None,
-                "reason": "cuBLAS / BLAS through torch"
-                if op == "linear"
-                else "explicit torch forward and backward; no kernel of our own yet",
-            }
-            for op in OPS
-        ],
+        "ops": [_op(op, why_not, triton_gate.missing()) for op in OPS],
     }
+
+
+def _op(op: str, no_gpu: str | None, no_triton: str | None) -> dict[str, Any]:
+    """What tensors of either device get, and why."""
+    cuda = "torch"
+    if op in WITH_KERNELS:
+        cuda, reason = ("torch", no_triton) if no_triton else ("triton", "Triton kernels on CUDA; float64 takes torch")
+    elif op == "linear":
+        reason = "cuBLAS / BLAS through torch"
+    else:
+        reason = "explicit torch forward and backward; no kernel of our own yet"
+    return {"op": op, "cpu": "torch", "cuda": None if no_gpu else cuda, "reason": reason}
 
 
 def _default(backend: Any) -> dict[str, str]:

@@ -5,6 +5,7 @@ step/                 ops, model, data
 report/               nothing else of the package but its foundation
 recipes/              all of these
 cli.py                recipes
+env.py, aot.py        what an op runs on, and its kernels compiled ahead of time
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ FOUNDATION = {"_version"}
 MAY_IMPORT = {
     "_version": set(),
     "backend": set(),
-    "env": {"backend"},
+    "env": {"backend", "ops"},
+    "aot": {"ops"},
     "ops": set(),
     "model": set(),
     "data": set(),

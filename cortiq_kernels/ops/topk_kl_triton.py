@@ -62,6 +62,7 @@ def head_kl_kernel(
     K_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One row of the slab a program: its loss, and in place E (with r) or dz; see the module's docstring."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     ids_ptr += row * ids_stride

@@ -93,6 +93,7 @@ def sweep_kernel(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    """Maximum of every tile of a row, and its log-sum-exp."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     tile_ptr += row * TILES
@@ -143,6 +144,7 @@ def select_kernel(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    """The k largest of a row from its tile maxima, sorted, with their probabilities and the mass they hold."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     tile_ptr += row * TILES

@@ -35,10 +35,12 @@ from cortiq_kernels.recipes.provenance import provenance
 from cortiq_kernels.recipes.schedule import cosine_rate, genesis_factor, genesis_from, genesis_rate
 from cortiq_kernels.recipes.targets import TargetStore, TrueTokens, teacher_targets
 from cortiq_kernels.step import Evaluator, Micro, StepStats, Trainer
+from cortiq_kernels.step.loss import pad_rows
 from cortiq_kernels.step.update import AdamOptions
 
 F16_LOSS_SCALE = 4096.0
 MAX_SKIPS_IN_ROW = 20
+ROW_MULTIPLE = 512  # scored rows of a batch on a GPU are padded to this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +77,10 @@ class Feed:
         x = None
         if self.prefix is not None:
             x = self.prefix[i].to(self.device, non_blocking=True).to(self.dtype)
-        return Micro(self.batches[i].to(self.device, non_blocking=True), self.targets[i].to(self.device), x)
+        batch, targets = self.batches[i], self.targets[i]
+        if self.device.type == "cuda":
+            batch, targets = pad_rows(batch, targets, ROW_MULTIPLE)
+        return Micro(batch.to(self.device, non_blocking=True), targets.to(self.device), x)
 
 
 def run(cfg: HealConfig, progress: Progress = silent) -> HealReport:

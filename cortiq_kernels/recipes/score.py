@@ -30,6 +30,7 @@ from cortiq_kernels.data.record import Record
 from cortiq_kernels.data.records import Dataset
 from cortiq_kernels.model.hf import ModelDir, open_model
 from cortiq_kernels.model.weights import Weights
+from cortiq_kernels.ops.topk_kl import head_topk_kl_fwd_bwd
 from cortiq_kernels.recipes.errors import need, refuse
 from cortiq_kernels.recipes.inputs import Progress, Ticks, check_same_tokens, geometry_summary, load_for, silent
 from cortiq_kernels.recipes.outputs import check_files, write_file
@@ -206,14 +207,16 @@ def score_rows(w: Weights, hidden: Tensor, batch: Batch, source: tuple[Tensor, T
     """
     true = batch.next_ids[batch.row_index.long()].to(w.device)
     rows = hidden.shape[0]
+    if source is None:
+        one = torch.ones(rows, dtype=w.acc_dtype, device=w.device)
+        found = head_topk_kl_fwd_bwd(hidden, w["head"], true[:, None], one[:, None], one, need_grad=False)
+        return RowScores(found.loss.double().cpu(), None, None)
     nll = torch.empty(rows, dtype=torch.float64)
-    agree, kl = (torch.empty(rows, dtype=torch.float64) for _ in range(2)) if source else (None, None)
-    theirs = logits_of(source[0].to(w.device), source[1]) if source else None
+    agree, kl = (torch.empty(rows, dtype=torch.float64) for _ in range(2))
+    theirs = logits_of(source[0].to(w.device), source[1])
     for a, b, z in logits_of(hidden, w["head"]):
         log_q = torch.log_softmax(z.to(w.acc_dtype), -1)
         nll[a:b] = -log_q.gather(1, true[a:b, None]).squeeze(1).double().cpu()
-        if theirs is None or agree is None or kl is None:
-            continue
         z_source = next(theirs)[2]
         log_p = torch.log_softmax(z_source.to(w.acc_dtype), -1)
         agree[a:b] = (top1(z) == top1(z_source)).double().cpu()

@@ -9,6 +9,7 @@ next-token loss.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,23 @@ class Targets(NamedTuple):
 
     def to(self, device: torch.device) -> Targets:
         return Targets(self.ids.to(device, non_blocking=True), self.probs.to(device, non_blocking=True), self.const)
+
+
+def pad_rows(batch: Batch, targets: Targets, multiple: int) -> tuple[Batch, Targets]:
+    """The same with the scored rows rounded up to a multiple: padding slots are row -1, weight 0, ids -1.
+
+    They cost the head a little and change nothing. In exchange its products come in few sizes, known to the host
+    without asking the device, so a few captured graphs serve all batches.
+    """
+    extra = -len(batch.row_index) % multiple
+    if extra == 0:
+        return batch, targets
+    pad = torch.nn.functional.pad
+    batch = dataclasses.replace(
+        batch, row_index=pad(batch.row_index, (0, extra), value=-1), row_weight=pad(batch.row_weight, (0, extra))
+    )
+    ids = pad(targets.ids, (0, 0, 0, extra), value=-1)
+    return batch, Targets(ids, pad(targets.probs, (0, 0, 0, extra)), targets.const)
 
 
 def next_token_targets(batch: Batch) -> Targets:

@@ -10,7 +10,7 @@ from tiny import batch, geometry, targets
 
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.step import Evaluator, Micro, Trainer
-from cortiq_kernels.step.loss import Targets, next_token_targets
+from cortiq_kernels.step.loss import Targets, next_token_targets, pad_rows
 
 CPU = torch.device("cpu")
 
@@ -162,3 +162,14 @@ def test_training_nothing_is_refused():
     w = Weights.random(geometry("LF"), seed=0, dtype=torch.float32, device=CPU)
     with pytest.raises(ValueError, match="train"):
         Trainer(w, 8, 8)
+
+
+def test_padding_rows_change_nothing():
+    g, w, b, t, trainer = make(dtype=torch.float64)
+    want = trainer.gradients([Micro(b, t)]).clone(), w.trained.grad.clone()
+    batch_, targets_ = pad_rows(b, t, 64)
+    assert len(batch_.row_index) % 64 == 0 and len(targets_.ids) == len(batch_.row_index) > len(b.row_index)
+    got = trainer.gradients([Micro(batch_, targets_)])
+    assert float(got) == pytest.approx(float(want[0]), rel=1e-14)
+    assert (w.trained.grad - want[1]).abs().max() <= 1e-14
+    assert pad_rows(b, t, 1) == (b, t)
