@@ -69,7 +69,8 @@ def variants() -> list[Variant]:
             )
         )  # fmt: skip
     for z, bits in (("bf16", 16), ("fp32", 32)):
-        types = {"z_ptr": "*" + z, "tile_ptr": "*fp32", "lse_ptr": "*fp32", "vocab": "i32", "z_stride": "i32"}
+        types = {"z_ptr": "*" + z, "tile_ptr": "*fp32", "lse_ptr": "*fp32", "mass_ptr": "*fp32"}
+        types |= {"vocab": "i32", "z_stride": "i32"}
         shape = {"WITH_LSE": True, "TILES": 1024, "TILE": top.TILE}
         group, warps = top.SWEEP
         out.append(Variant(f"topk sweep {z}", top.sweep_kernel, types, shape | {"GROUP": group}, warps))

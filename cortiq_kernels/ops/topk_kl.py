@@ -222,6 +222,7 @@ def head_topk_kl_fwd_bwd(
         from cortiq_kernels.ops.topk_kl_slab import head_topk_kl_slab
 
         topk_ids, topk_probs = (t if t.stride(-1) == 1 else t.contiguous() for t in (topk_ids, topk_probs))
+        weight = weight.contiguous()  # an expanded one too
         if slab is None:
             wanted = chunk_rows or min(CHUNK_ROWS, max(active, 1))
             slab = new_slab(wanted, vocab, logits_dtype, hidden.device)

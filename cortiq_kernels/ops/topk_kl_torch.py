@@ -67,27 +67,33 @@ def head_topk_kl_torch(
             bend = 1 - (z / options.softcap).square()
         slot_id, p, merged, share = _slots(ids[a:b], probs[a:b].to(acc), vocab)
 
-        z.sub_(torch.logsumexp(z, dim=-1, keepdim=True))  # log q
+        lse = torch.logsumexp(z, dim=-1, keepdim=True)
+        if options.tail:  # log(1 − Q) by its own sum: 1 − Σ q of a sure student is a rounding error, of either sign
+            log_missed = torch.logsumexp(z.scatter(1, slot_id, float("-inf")), dim=-1, keepdim=True) - lse
+        z.sub_(lse)  # log q
         log_q = z.gather(1, slot_id)
         term = p * (merged.log() - log_q)
         # p, not merged: summing the slots counts every duplicate's share once. p == 0 keeps NaN visible elsewhere.
         kl = term.masked_fill(p == 0, 0).sum(-1, keepdim=True)
         mass = p.sum(-1, keepdim=True)
-        inside, outside = mass, mass  # factors of q in and outside the slots
+        inside = mass  # factor of q in the slots
         if options.tail:
-            covered = (log_q.exp() * share).sum(-1, keepdim=True)  # Q
-            rest = (1 - mass).clamp(min=0)
-            kl = kl + torch.where(rest > 0, rest * (rest.log() - torch.log1p(-covered)), 0.0)
+            rest = (1 - mass).clamp(min=0).masked_fill(mass == 0, 0)
+            kl = kl + torch.where(rest > 0, rest * (rest.log() - log_missed), 0.0)
             inside = mass + rest
-            outside = mass - rest * covered / (1 - covered)
-            kl, inside, outside = (f.masked_fill(mass == 0, 0) for f in (kl, inside, outside))
         loss[a:b] = kl.masked_fill(dead, 0).squeeze(1)
         if not need_grad:
             continue
 
         scale = (weight[a:b] * grad_scale).unsqueeze(1) / options.temperature
         in_slots = log_q.exp() * (scale * inside) - scale * merged
-        dz = z.exp_().mul_(scale * outside)
+        if options.tail:
+            covered = (log_q.exp() * share).sum(-1, keepdim=True)  # Q
+            pull = torch.exp(z - log_missed).mul_(scale * rest * covered)  # q/(1 − Q) is at most 1 outside the slots
+            dz = z.exp_().mul_(scale * mass).sub_(pull)
+            del pull
+        else:
+            dz = z.exp_().mul_(scale * mass)
         # Duplicate slots write the same value, so a plain overwrite is deterministic where atomics would not be.
         dz.scatter_(1, slot_id, in_slots)
         if bend is not None:

@@ -88,8 +88,16 @@ def head_kl_kernel(
         in_slot = tl.load(z_ptr + ids, mask=real, other=float("-inf"))
         z_slot = _logits(in_slot, real, inv_temperature, softcap, SOFTCAP)
 
-        ref = tl.max(z_slot, 0)
-        ref = tl.where(ref == float("-inf"), 0.0, ref)
+        top_slot = tl.max(z_slot, 0)
+        top_slot = tl.where(top_slot == float("-inf"), 0.0, top_slot)
+        ref = top_slot
+        if TAIL:
+            # 1 − Q of a sure student is a rounding error, of either sign, if it is a difference: the slots are taken out
+            # of the slab and the sweep sums what they leave, against a reference of its own
+            tl.debug_barrier()
+            tl.store(z_ptr + ids, tl.full([K_PAD], float("-inf"), z_ptr.dtype.element_ty), mask=real)
+            tl.debug_barrier()
+            ref = tl.full([], -1e30, tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
         ahead = tl.load(z_ptr + lane, mask=lane < vocab, other=float("-inf"))
         for start in range(0, vocab, BLOCK):
@@ -114,17 +122,22 @@ def head_kl_kernel(
                 tl.store(z_ptr + cols, e.to(z_ptr.dtype.element_ty), mask=cols < vocab)
         s = tl.sum(total, 0)
         lse = ref + tl.log(s)
+        missed = lse
+        if TAIL:
+            held = tl.sum(tl.where(real, tl.exp(z_slot - top_slot) / copies, 0.0), 0)
+            larger = tl.maximum(ref, top_slot)
+            lse = larger + tl.log(s * tl.exp(ref - larger) + held * tl.exp(top_slot - larger))
 
         log_q = z_slot - lse
         counts = real & (p != 0)
         loss = tl.sum(tl.where(counts, p * (tl.log(tl.where(counts, target, 1.0)) - log_q), 0.0), 0)
-        inside, outside = mass, mass  # factors of q in and outside the slots
+        inside = mass  # factor of q in the slots
+        pull = 0.0
         if TAIL:
-            q_sum = tl.sum(tl.where(real, tl.exp(log_q) / copies, 0.0), 0)
             rest = tl.maximum(1 - mass, 0.0)
-            loss += tl.where(rest > 0, rest * (tl.log(tl.where(rest > 0, rest, 1.0)) - tl.log(1 - q_sum)), 0.0)
+            loss += tl.where(rest > 0, rest * (tl.log(tl.where(rest > 0, rest, 1.0)) - (missed - lse)), 0.0)
             inside = mass + rest
-            outside = mass - rest * q_sum / (1 - q_sum)
+            pull = rest * held * tl.exp(top_slot - lse)  # p_t·Q
         tl.store(loss_ptr + row, loss)
 
         if MODE != FORWARD:
@@ -141,7 +154,9 @@ def head_kl_kernel(
                     cols = start + lane
                     raw = tl.load(z_ptr + cols, mask=cols < vocab, other=float("-inf"))
                     z = _logits(raw, cols < vocab, inv_temperature, softcap, SOFTCAP)
-                    dz = (scale * outside) * tl.exp(z - lse)
+                    dz = (scale * mass) * tl.exp(z - lse)
+                    if TAIL:
+                        dz -= (scale * pull) * tl.exp(z - missed)
                     if SOFTCAP:
                         dz *= 1 - (z / softcap) * (z / softcap)
                     tl.store(z_ptr + cols, dz.to(z_ptr.dtype.element_ty), mask=cols < vocab)

@@ -85,7 +85,8 @@ def _count(z_ptr, list_ptr, count, vocab, threshold, GROUP: tl.constexpr, TILE: 
 def sweep_kernel(
     z_ptr,  # [n, V]
     tile_ptr,  # [n, TILES] f32: tile maxima
-    lse_ptr,  # [n] f32
+    lse_ptr,  # [n] f32: a reference that the row's maximum exceeds by LIMIT at most
+    mass_ptr,  # [n] f32: Σ exp(z − reference)
     vocab,
     z_stride,
     WITH_LSE: tl.constexpr,
@@ -121,7 +122,8 @@ def sweep_kernel(
     if WITH_LSE:
         top = tl.max(ref, 0)
         level = tl.where(top == float("-inf"), 0.0, top)
-        tl.store(lse_ptr + row, level + tl.log(tl.sum(tl.sum(total, 1) * tl.exp(ref - level), 0)))
+        tl.store(lse_ptr + row, level)
+        tl.store(mass_ptr + row, tl.sum(tl.sum(total, 1) * tl.exp(ref - level), 0))
 
 
 @triton.jit
@@ -129,8 +131,8 @@ def select_kernel(
     z_ptr,  # [n, V]
     ids_ptr,  # [n, k] int32
     probs_ptr,  # [n, k] f32
-    lse_ptr,  # [n] f32
-    mass_ptr,  # [n] f32
+    lse_ptr,  # [n] f32, in: see sweep_kernel; out: the log-sum-exp
+    mass_ptr,  # [n] f32, likewise; out: the winners' share
     tile_ptr,  # [n, TILES] f32: tile maxima
     list_ptr,  # [n, TILES] int32 scratch: tiles that can hold a winner
     found_ptr,  # [n, SORT] int32 scratch: columns that reach the threshold
@@ -215,7 +217,12 @@ def select_kernel(
     tl.store(ids_ptr + row * k + lane, cols, mask=kept)
     tl.store(probs_ptr + row * k + lane, e / tl.where(s == 0.0, 1.0, s), mask=kept)
     if WITH_LSE:
-        share = tl.exp(safe + tl.log(s) - tl.load(lse_ptr + row))
+        level = tl.load(lse_ptr + row)
+        whole = tl.load(mass_ptr + row)
+        tl.debug_barrier()
+        # of sums below one reference: a difference of logarithms is off by the spacing of floats at their size
+        share = tl.minimum(s * tl.exp(safe - level) / whole, 1.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(lse_ptr + row, level + tl.log(whole))
         tl.store(mass_ptr + row, tl.where(s == 0.0, 0.0, share))
 
 
@@ -229,12 +236,14 @@ def launch(z: Tensor, k: int, ids: Tensor, probs: Tensor, lse: Tensor | None, ma
     sort = max(128, triton.next_power_of_2(2 * k))
     with_lse = lse is not None
     maxima = torch.empty((n, tiles), dtype=torch.float32, device=z.device)
-    lse = maxima if lse is None else lse  # never touched without WITH_LSE, and so is mass
+    lse = maxima if lse is None else lse  # neither is touched without WITH_LSE
+    mass = maxima if mass is None else mass
     group, warps = SWEEP
     sweep_kernel[(n,)](
         z,
         maxima,
         lse,
+        mass,
         vocab,
         z.stride(0),
         WITH_LSE=with_lse,
@@ -249,7 +258,7 @@ def launch(z: Tensor, k: int, ids: Tensor, probs: Tensor, lse: Tensor | None, ma
         ids,
         probs,
         lse,
-        maxima if mass is None else mass,
+        mass,
         maxima,
         torch.empty((n, tiles), dtype=torch.int32, device=z.device),
         torch.empty((n, sort), dtype=torch.int32, device=z.device),
