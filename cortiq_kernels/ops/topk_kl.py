@@ -111,8 +111,9 @@ def head_topk_kl_ref(
     return loss, (row_weight.to(z.dtype) * loss).sum()
 
 
-def mix_true_token(topk_ids: Tensor, topk_probs: Tensor, true_ids: Tensor, alpha: float) -> tuple[Tensor, Tensor,
-Tensor]:
+def mix_true_token(
+    topk_ids: Tensor, topk_probs: Tensor, true_ids: Tensor, alpha: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Targets of α·CE(true token) + (1 − α)·KL(b‖q), b the given ones: ids and probs [R, K+1], and const [R].
 
     The true token gets a slot of its own (merged with its duplicate by the loss) of probability α, the others are
@@ -186,6 +187,19 @@ def head_topk_kl_fwd_bwd(
         checks.fail(
             op, "grad_scale", "a number or a 0-d tensor", tuple(grad_scale.shape), "fold row factors in row_weight"
         )
+    if not (temperature > 0 and softcap >= 0):
+        checks.fail(
+            op, "temperature and softcap", "above 0, and at least 0", (temperature, softcap), "softcap 0 is none"
+        )
+    logits_dtype = slab_dtype or (hidden.dtype if slab is None else slab.dtype)
+    if logits_dtype not in (hidden.dtype, torch.float32):
+        checks.fail(op, "slab_dtype", f"{hidden.dtype} or torch.float32", logits_dtype, "leave it out")
+    if slab is not None:
+        fits = slab.dim() == 2 and slab.shape[0] > 0 and slab.shape[1] >= vocab and slab.stride(1) == 1
+        if not fits or slab.dtype != logits_dtype:
+            shape = f"{logits_dtype} [rows, at least {vocab}], unit column stride"
+            checks.fail(op, "slab", shape, (slab.dtype, *slab.shape), "use new_slab")
+        checks.same_device(op, "slab", slab, "hidden", hidden)
     if not need_grad:
         dhidden = dhead = None
     if dhidden is not None:
@@ -204,19 +218,9 @@ def head_topk_kl_fwd_bwd(
     weight = row_weight.to(acc)
     if row_index is not None:
         weight = weight.masked_fill(row_index < 0, 0)
-    options = LossOptions(temperature, softcap, tail)
-    if not (temperature > 0 and softcap >= 0):
-        checks.fail(
-            op, "temperature and softcap", "above 0, and at least 0", (temperature, softcap), "softcap 0 is none"
-        )
-    logits_dtype = slab_dtype or (hidden.dtype if slab is None else slab.dtype)
-    if logits_dtype not in (hidden.dtype, torch.float32):
-        checks.fail(op, "slab_dtype", f"{hidden.dtype} or torch.float32", logits_dtype, "leave it out")
-    if slab is not None and (slab.dim() != 2 or slab.shape[0] < 1 or slab.shape[1] < vocab or slab.stride(1) != 1):
-        checks.fail(op, "slab", f"[rows, at least {vocab}], unit column stride", tuple(slab.shape), "use new_slab")
     shared: dict[str, Any] = dict(
         active=active, loss=loss, drows=drows, dhead=dhead if dhead is None else dhead[:vocab], accumulate=accumulate,
-        need_grad=need_grad, options=options,
+        need_grad=need_grad, options=LossOptions(temperature, softcap, tail),
     )  # fmt: skip
     if use_triton(op, hidden, backend):
         from cortiq_kernels.ops.topk_kl_slab import head_topk_kl_slab

@@ -126,5 +126,5 @@ def _slots(ids: Tensor, probs: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tens
         same = mine.unsqueeze(2) == mine.unsqueeze(1)  # [rows, K, K]
         merged[a : a + step] = torch.where(same, p[a : a + step].unsqueeze(1), 0.0).sum(-1)
         held = real[a : a + step]
-        share[a : a + step] = held / (same & held.unsqueeze(1)).sum(-1).clamp(min=1)
+        share[a : a + step] = held.to(p.dtype) / (same & held.unsqueeze(1)).sum(-1).clamp(min=1)
     return ids, p, merged, share

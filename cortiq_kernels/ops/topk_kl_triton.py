@@ -5,7 +5,7 @@ Per row of the slab, z the logits (after temperature and soft cap), t the merged
     RATIO    E_v = exp(z_v − ref), and exp(z_v − ref) − t_v·s/P in the K slots;  r = w·grad_scale·P/s  with
              s = Σ exp(z_v − ref):   dz = r·E exactly, so that dH = r·(E·W) and dW = Eᵀ·(r·h)
     SCALED   dz itself, from a read-only sweep for the log-sum-exp and a second one that writes
-    FORWARD  the read-only sweep
+    FORWARD  the read-only sweep (with a tail the slots are taken out of the slab before it, as in SCALED)
 
 One sweep is enough for the sum because its reference is known beforehand: the largest of the K slots, which the
 student's own largest logit seldom passes. It need not be close, since exp(60) is far from what float32 and bfloat16
@@ -92,8 +92,8 @@ def head_kl_kernel(
         top_slot = tl.where(top_slot == float("-inf"), 0.0, top_slot)
         ref = top_slot
         if TAIL:
-            # 1 − Q of a sure student is a rounding error, of either sign, if it is a difference: the slots are taken out
-            # of the slab and the sweep sums what they leave, against a reference of its own
+            # As a difference, 1 − Q of a sure student would be a rounding error of either sign: the slots are taken
+            # out of the slab, and the sweep sums what they leave, against a reference of its own.
             tl.debug_barrier()
             tl.store(z_ptr + ids, tl.full([K_PAD], float("-inf"), z_ptr.dtype.element_ty), mask=real)
             tl.debug_barrier()
@@ -103,6 +103,8 @@ def head_kl_kernel(
         for start in range(0, vocab, BLOCK):
             cols = start + lane
             z = _logits(ahead, cols < vocab, inv_temperature, softcap, SOFTCAP)
+            if TAIL and SOFTCAP:
+                z = tl.where(ahead.to(tl.float32) == float("-inf"), float("-inf"), z)  # bent, a slot would be -softcap
             # the next tile is on its way while this one is worked on
             ahead = tl.load(z_ptr + BLOCK + cols, mask=BLOCK + cols < vocab, other=float("-inf"))
             top = tl.max(z, 0)

@@ -6,7 +6,7 @@ from ops_close import GPU_TOL, bits, nan, no_sync, not_worse, same
 
 from cortiq_kernels.ops import topk_kl_torch
 from cortiq_kernels.ops.checks import acc_dtype
-from cortiq_kernels.ops.topk_kl import head_topk_kl_fwd_bwd, head_topk_kl_ref
+from cortiq_kernels.ops.topk_kl import head_topk_kl_fwd_bwd, head_topk_kl_ref, mix_true_token, new_slab, rows_for
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 F64 = torch.float64
@@ -24,9 +24,9 @@ def make(n, h, v, k, dtype, rng, mass=1.0):
     return hidden, head, ids, probs, weight
 
 
-def oracle(hidden, head, ids, probs, weight, scale=1.0, dtype=F64):
+def oracle(hidden, head, ids, probs, weight, scale=1.0, dtype=F64, **options):
     hidden, head = (t.to(dtype, copy=True).requires_grad_() for t in (hidden, head))
-    loss, total = head_topk_kl_ref(hidden, head, ids, probs, weight)
+    loss, total = head_topk_kl_ref(hidden, head, ids, probs, weight, **options)
     dhidden, dhead = torch.autograd.grad(total * scale, (hidden, head))
     return loss.detach(), total.detach(), dhidden, dhead
 
@@ -313,6 +313,138 @@ def test_errors(rng):
     refused("dhidden or dhead must be given", hidden, head, ids, probs, weight, dhidden=None)
     refused(r"dhead must be \[30, 6\]", hidden, head, ids, probs, weight, dhead=torch.zeros(29, 6))
     refused("grad_scale must be a number or a 0-d", hidden, head, ids, probs, weight, grad_scale=weight)
+
+
+OPTIONS = [
+    dict(temperature=0.5),
+    dict(temperature=3.0),
+    dict(softcap=2.0),
+    dict(tail=True),
+    dict(softcap=4.0, temperature=1.7),
+    dict(softcap=4.0, temperature=0.6, tail=True),
+]
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_temperature_softcap_and_tail(options, dtype, rng):
+    """Against autograd of the reference; duplicates, empty slots, one distinct id, P = 0, 1 and above among them."""
+    args = make(6, 9, 57, 7, dtype, rng, mass=0.6)
+    args[2][0, 1] = args[2][0, 4]
+    args[2][1, 2] = -1
+    args[2][2, :] = 11
+    args[2][3, :] = -1
+    args[3][4] = torch.tensor([0.5, 0.25, 0.125, 0.125, 0, 0, 0])
+    args[3][5] *= 2.5
+    got, exact = run(*args, **options), oracle(*args, **options)
+    assert got[0][3] == 0 and (got[2][3] == 0).all()
+    for i in (0, 2, 3):
+        if dtype == F64:
+            same(got[i], exact[i])
+        else:
+            not_worse(got[i], exact[i], oracle(*args, dtype=dtype, **options)[i], ulps=4)
+    for a, b in zip(got, run(*args, chunk_rows=4, **options), strict=True):
+        same(a, b, 1e-12 if dtype == F64 else 2e-6)
+    evaluated = head_topk_kl_fwd_bwd(*args, need_grad=False, **options)
+    assert bits(*evaluated) == bits(*got[:2])
+
+
+def test_neutral_options_change_no_bit(rng):
+    args = make(5, 6, 20, 3, torch.float32, rng)
+    assert bits(*run(*args, temperature=1.0, softcap=0.0, tail=False, backend="torch")) == bits(*run(*args))
+    for a, b in zip(run(*args, softcap=1e4), run(*args), strict=True):
+        same(a, b, 2e-6)
+
+
+def test_tail_is_a_bucket_of_its_own(rng):
+    """The loss is the KL of the slots and one more outcome, so it is never negative."""
+    args = make(30, 6, 40, 4, F64, rng, mass=0.5)
+    loss = run(*args, tail=True)[0]
+    q = torch.softmax(args[0] @ args[1].t(), -1).gather(1, args[2].long())
+    q = torch.cat((q, 1 - q.sum(-1, keepdim=True)), 1)
+    p = torch.cat((args[3], torch.full((30, 1), 0.5, dtype=F64)), 1)
+    same(loss, (p * (p / q).log()).sum(-1))
+    assert (loss >= 0).all()
+
+
+@pytest.mark.parametrize("above", [5.0, 20.0, 25.0, 90.0])
+def test_tail_of_a_sure_student(above, rng):
+    """1 − Q is below float32's rounding: not NaN, and as right as elsewhere."""
+    z = torch.randn(4, 60, generator=rng)
+    ids = torch.rand(4, 60, generator=rng).argsort(1)[:, :5].int()
+    z.scatter_add_(1, ids.long(), torch.full((4, 5), above))
+    probs = 0.9 * torch.softmax(torch.randn(4, 5, generator=rng), -1)
+    args = (z, torch.eye(60), ids, probs, torch.ones(4))
+    for got, want in zip(run(*args, tail=True), oracle(*args, tail=True), strict=True):
+        same(got, want, 2e-6 * above)
+
+
+def test_float32_slab_keeps_logits_unrounded(rng):
+    args = make(20, 32, 200, 8, torch.bfloat16, rng)
+    exact = oracle(*args)[0]
+    strict = run(*args, slab_dtype=torch.float32)
+    same(strict[0], exact, 1e-5)
+    assert (run(*args)[0] - exact).abs().max() > 1e-3  # what a 16-bit slab costs
+    by_slab = run(*args, slab=new_slab(3, 200, torch.float32, torch.device("cpu")))
+    assert bits(*strict) == bits(*by_slab)
+    for i in (2, 3):
+        not_worse(strict[i], oracle(*args)[i], oracle(*args, dtype=torch.bfloat16)[i])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_mixture_with_the_true_token(alpha, rng):
+    """α·CE + (1 − α)·KL: its value with the constant, and its gradient by central differences."""
+    hidden, head, ids, probs, weight = make(5, 4, 20, 3, F64, rng, mass=0.8)
+    true = torch.tensor([int(ids[0, 2]), 9, 7, 19, 0])  # the first is a slot already
+    ids[1, 0] = -1
+    probs[1, 0] = float("nan")
+    mixed_ids, mixed, const = mix_true_token(ids, probs, true, alpha)
+    assert mixed_ids.dtype == torch.int32 and mixed_ids.shape == mixed.shape == (5, 4)
+    loss, _, dhidden, dhead = run(hidden, head, mixed_ids, mixed, weight)
+
+    def mix(h, w):
+        ce = torch.nn.functional.cross_entropy(h @ w.t(), true, reduction="none")
+        return alpha * ce + (1 - alpha) * head_topk_kl_ref(h, w, ids, probs, weight)[0]
+
+    same(loss + const, mix(hidden, head))
+    for _ in range(3):
+        dh, dw = torch.randn(5, 4, generator=rng, dtype=F64), torch.randn(20, 4, generator=rng, dtype=F64)
+        up, down = (mix(hidden + e * dh, head + e * dw) for e in (1e-5, -1e-5))
+        same((dhidden * dh).sum() + (dhead * dw).sum(), ((up - down) / 2e-5 * weight).sum(), 1e-8)
+    with pytest.raises(ValueError, match="mix_true_token: alpha must be between 0 and 1; got 1.5"):
+        mix_true_token(ids, probs, true, 1.5)
+
+
+def test_rows_of_a_slab():
+    assert rows_for(10**12, 248320) == 4096 and rows_for(1, 248320) == 128
+    for budget in (64e6, 512e6, 1e9, 2.1e9):
+        rows = rows_for(int(budget), 248320)
+        slab = rows * new_slab(1, 248320, torch.bfloat16, torch.device("cpu")).nbytes
+        assert slab <= max(budget, 64e6) and (rows == 4096 or 2 * slab > budget)
+    assert new_slab(3, 65, torch.float32, torch.device("cpu")).shape == (3, 128)
+
+
+def test_backend_errors(rng, monkeypatch):
+    args = make(4, 6, 30, 3, torch.float32, rng)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    def refused(match, args=args, **kw):
+        with pytest.raises(ValueError, match=match):
+            run(*args, **kw)
+
+    refused(r"head_topk_kl_fwd_bwd: backend must be one of \['auto', 'triton', 'torch'\]; got 'cuda'", backend="cuda")
+    refused("backend must be one that can run here; got 'triton', but .*; use backend='auto'", backend="triton")
+    refused("float64 is for exact runs", make(4, 6, 30, 3, F64, rng), backend="triton")
+    refused(r"temperature and softcap must be above 0, and at least 0; got \(0.0, 0.0\)", temperature=0.0)
+    refused(r"got \(1.0, -1.0\)", softcap=-1.0)
+    refused(r"got \(nan, 0.0\)", temperature=float("nan"))
+    refused("slab_dtype must be torch.float32 or torch.float32; got torch.bfloat16", slab_dtype=torch.bfloat16)
+    refused("slab_dtype must be .*; got torch.float16", slab=torch.zeros(4, 30).half())
+    refused(r"slab must be torch.float32 \[rows, at least 30\], unit column stride; got", slab=torch.zeros(4, 29))
+    refused("slab must be", slab=torch.zeros(0, 30))
+    half = [t.half() if t.dtype == torch.float32 and t.dim() == 2 and t.shape[1] == 6 else t for t in args]
+    refused("slab must be torch.float32", half, slab=torch.zeros(4, 30).half(), slab_dtype=torch.float32)
+    refused("slab must be", slab=torch.zeros(30, 4).t())
 
 
 @pytest.mark.gpu
