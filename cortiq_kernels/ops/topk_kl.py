@@ -111,7 +111,7 @@ def head_topk_kl_ref(
     return loss, (row_weight.to(z.dtype) * loss).sum()
 
 
-def mix_true_token(
+def mix_targets(
     topk_ids: Tensor, topk_probs: Tensor, true_ids: Tensor, alpha: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Targets of α·CE(true token) + (1 − α)·KL(b‖q), b the given ones: ids and probs [R, K+1], and const [R].
@@ -122,7 +122,7 @@ def mix_true_token(
     α)·Σ b·log b.)
     """
     if not 0 <= alpha <= 1:
-        checks.fail("mix_true_token", "alpha", "between 0 and 1", alpha, "it is the true token's share")
+        checks.fail("mix_targets", "alpha", "between 0 and 1", alpha, "it is the true token's share")
     ids = torch.cat((topk_ids, true_ids.to(topk_ids.dtype).unsqueeze(1)), dim=1)
     b = torch.where(topk_ids < 0, 0.0, topk_probs)
     probs = torch.cat((b * (1 - alpha), torch.full_like(b[:, :1], alpha)), dim=1)

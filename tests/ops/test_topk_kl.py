@@ -6,7 +6,7 @@ from ops_close import GPU_TOL, bits, nan, no_sync, not_worse, same
 
 from cortiq_kernels.ops import topk_kl_torch
 from cortiq_kernels.ops.checks import acc_dtype
-from cortiq_kernels.ops.topk_kl import head_topk_kl_fwd_bwd, head_topk_kl_ref, mix_true_token, new_slab, rows_for
+from cortiq_kernels.ops.topk_kl import head_topk_kl_fwd_bwd, head_topk_kl_ref, mix_targets, new_slab, rows_for
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 F64 = torch.float64
@@ -398,7 +398,7 @@ def test_mixture_with_the_true_token(alpha, rng):
     true = torch.tensor([int(ids[0, 2]), 9, 7, 19, 0])  # the first is a slot already
     ids[1, 0] = -1
     probs[1, 0] = float("nan")
-    mixed_ids, mixed, const = mix_true_token(ids, probs, true, alpha)
+    mixed_ids, mixed, const = mix_targets(ids, probs, true, alpha)
     assert mixed_ids.dtype == torch.int32 and mixed_ids.shape == mixed.shape == (5, 4)
     loss, _, dhidden, dhead = run(hidden, head, mixed_ids, mixed, weight)
 
@@ -411,8 +411,8 @@ def test_mixture_with_the_true_token(alpha, rng):
         dh, dw = torch.randn(5, 4, generator=rng, dtype=F64), torch.randn(20, 4, generator=rng, dtype=F64)
         up, down = (mix(hidden + e * dh, head + e * dw) for e in (1e-5, -1e-5))
         same((dhidden * dh).sum() + (dhead * dw).sum(), ((up - down) / 2e-5 * weight).sum(), 1e-8)
-    with pytest.raises(ValueError, match="mix_true_token: alpha must be between 0 and 1; got 1.5"):
-        mix_true_token(ids, probs, true, 1.5)
+    with pytest.raises(ValueError, match="mix_targets: alpha must be between 0 and 1; got 1.5"):
+        mix_targets(ids, probs, true, 1.5)
 
 
 def test_rows_of_a_slab():
