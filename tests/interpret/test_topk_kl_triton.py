@@ -13,7 +13,7 @@ import pytest
 import torch
 from ops_close import bits, nan, not_worse, same
 
-from cortiq_kernels.ops.topk_kl import head_topk_kl_fwd_bwd, head_topk_kl_ref, mix_true_token, new_slab
+from cortiq_kernels.ops.topk_kl import head_topk_kl_fwd_bwd, head_topk_kl_ref, mix_targets, new_slab
 
 F64, INF, NAN = torch.float64, float("inf"), float("nan")
 
@@ -376,7 +376,7 @@ def test_mixture_with_the_true_token(small_block, rng):
     hidden, head, ids, probs, weight = make(4, 6, 130, 5, torch.float32, rng)
     true = torch.tensor([int(ids[0, 2]), 9, 77, 129])
     alpha = 0.3
-    mixed_ids, mixed, const = mix_true_token(ids, probs, true, alpha)
+    mixed_ids, mixed, const = mix_targets(ids, probs, true, alpha)
     loss, _, dhidden, dhead = run(hidden, head, mixed_ids, mixed, weight)
 
     def mix(h, w):
