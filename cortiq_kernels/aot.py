@@ -7,8 +7,10 @@ with 1 when one does not compile. Needs the triton package and no GPU; the launc
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,6 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cortiq_kernels.aot", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHS), help="compute capabilities, as 90")
     args = parser.parse_args(argv)
+    if importlib.util.find_spec("triton") is None:
+        why = "aot: got no triton package; expected one. Install it: pip install triton (make test does)."
+        print(why, file=sys.stderr)
+        return 2
     failed = 0
     print(f"{'kernel':36}{'sm':>5}{'registers':>11}{'stack':>7}{'shared':>8}")
     for v in variants():

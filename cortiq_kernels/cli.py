@@ -93,6 +93,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the result went away; what was to be written is written
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - or the interpreter complains when it flushes at exit
         return 1
+    except PermissionError as e:
+        needed = "expected a file that you may read, or a place that you may write to. Check its owner and mode"
+        return fail(f"cortiq {name}: {e.filename}: got 'permission denied'; {needed}; {output_state(cfg)}.", 2)
     except OSError as e:
         return fail(f"cortiq {name}: {e}; {output_state(cfg)}", 1)
     except (RuntimeError, MemoryError) as e:

@@ -255,3 +255,36 @@ def test_run_log_has_no_nan_and_survives_a_cut(tmp_path):
     events = runlog.read_log(path)
     assert [e["event"] for e in events] == ["start", "step"]
     assert events[1]["loss"] is None and events[1]["rates"] == [1.0, None]
+
+
+def test_plan_that_cannot_fit_is_refused(world, tmp_path, capsys):
+    huge = ["--window", "50000000", "--batch", "1", "--packing", "stream"]
+    assert cli.main(heal_args(world, tmp_path / "o", *huge)) == 2
+    err = capsys.readouterr().err
+    assert "heal: memory: got a plan that needs at least" in err and "Lower --batch or --window." in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_window_and_batch_beyond_the_data_cost_nothing(world, tmp_path, capsys):
+    """Half a terabyte of padding, were they taken as they are."""
+    wide = ["--window", "1000000", "--batch", "100000", "--device", "cpu"]
+    data = ["--data", str(world.data)]
+    assert cli.main(["fold", "--model", str(world.teacher), *data, "--out", str(tmp_path / "f"), *wide]) == 0
+    assert cli.main(["score", "--models", str(world.teacher), *data, "--splits", "val", *wide]) == 0
+
+
+def test_log_never_replaces_a_file_of_another_kind(world, tmp_path, capsys):
+    mine = tmp_path / "mine.txt"
+    mine.write_text("precious\n")
+    assert cli.main(heal_args(world, tmp_path / "o", "--log", str(mine), "--dry-run")) == 2
+    assert "which is no run log" in capsys.readouterr().err
+    assert mine.read_text() == "precious\n" and not (tmp_path / "o").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_file_is_refused(world, tmp_path, capsys):
+    data = tmp_path / "d.jsonl"
+    data.write_bytes(world.data.read_bytes())
+    data.chmod(0)
+    assert cli.main(["score", "--models", str(world.teacher), "--data", str(data)]) == 2
+    assert "permission denied" in capsys.readouterr().err

@@ -109,6 +109,9 @@ def test_no_environment_is_written_and_nothing_is_patched(path: Path):
             for t in targets:
                 assert not (t is not None and ast.unparse(t).startswith("os.environ")), ast.unparse(node)
         if isinstance(node, ast.Call):
+            # The command's own process may set a default of OpenMP's, before it loads torch; a library may not.
+            if layer(path) == "cli" and ast.unparse(node).startswith("os.environ.setdefault('OMP_WAIT_POLICY'"):
+                continue
             assert ast.unparse(node.func) not in ("os.putenv", "os.environ.setdefault", "os.environ.update")
 
 

@@ -22,7 +22,7 @@ import torch
 from directories import SMALL, cortiq, id_rows, nll, records, refused, snapshot, tensors_of, write_dir
 from tiny import config
 
-from cortiq_kernels import backend, cli
+from cortiq_kernels import cli
 from cortiq_kernels.model import destination, hf_write
 from cortiq_kernels.report.runlog import read_log
 from cortiq_kernels.step import Evaluator
@@ -173,7 +173,7 @@ def test_spilled_targets_need_room_too(world, small_disk, monkeypatch):
     data = records(world / "long.jsonl", id_rows(V, (400,) * 20, "train") + id_rows(V, (30,), "val"))
     args = heal(world / "m", data, small_disk / "o", "--teacher", world / "t", "--ce", "0", "--window", "400")
     assert cortiq(*args, "--dry-run", "--json").json["steps"] == 20
-    monkeypatch.setattr(backend, "host_free_bytes", lambda: 1000)
+    monkeypatch.setattr("cortiq_kernels.recipes.heal_plan.HOST_SHARE", 1e-12)
 
     def run() -> tuple[int, list[str]]:
         pid, pipe = child((*args, "--log", world / "log"), world)  # a process of its own, which a SIGBUS may end

@@ -29,7 +29,7 @@ from cortiq_kernels.model.hf import ModelDir, check_destination, open_model, wid
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.recipes.errors import InputError, need
 from cortiq_kernels.recipes.fold_config import FoldConfig
-from cortiq_kernels.recipes.inputs import Progress, Ticks, geometry_summary, load_for, silent
+from cortiq_kernels.recipes.inputs import Progress, Ticks, fit_shape, geometry_summary, load_for, silent
 from cortiq_kernels.recipes.outputs import check_files
 from cortiq_kernels.recipes.provenance import provenance
 from cortiq_kernels.step import Buffers
@@ -110,8 +110,9 @@ def plan_fold(cfg: FoldConfig) -> FoldPlan:
         width <= least, "fold: width", width, f"at most {least}, the width of the model's narrowest MLP", "Set --width."
     )
     dataset, pad_id = load_for(model, cfg.data, "all", ("train",))
-    packed = pack(dataset.split("train"), cfg.window, "records", pad_id)
-    batches = eval_batches(packed.windows, cfg.batch, pad_id=pad_id, split="train")
+    window, batch = fit_shape(dataset.split("train"), cfg.window, cfg.batch)
+    packed = pack(dataset.split("train"), window, "records", pad_id)
+    batches = eval_batches(packed.windows, batch, pad_id=pad_id, split="train")
     notes = list(dataset.notes)
     if width % cfg.align:
         notes.append(

@@ -154,10 +154,17 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
     if cfg.train_from > 0:
         prefix = plan_prefix(len(train) + len(val), cfg.batch * cfg.window, g.hidden, dtype.dtype, host)
     per_epoch = math.ceil(len(train) / cfg.accumulate)
-    return HealPlan(
+    plan = HealPlan(
         cfg, device, dtype, student, teacher, dataset, train, val, per_epoch, total_steps(cfg.epochs, per_epoch),
         topk, prefix, host, notes,
     )  # fmt: skip
+    memory = plan.memory()
+    least = max(memory["student_and_optimizer"] + memory["activations"], memory["teacher"])
+    need(
+        least <= memory["free"], "heal: memory", f"a plan that needs at least {least / 2**30:.1f} GiB",
+        f"at most the {memory['free'] / 2**30:.1f} GiB that are free on {device.device}", "Lower --batch or --window.",
+    )  # fmt: skip
+    return plan
 
 
 def trained_parameters(g: Geometry, train: str, train_from: int) -> int:

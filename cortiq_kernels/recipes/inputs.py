@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from cortiq_kernels.data.record import Record
 from cortiq_kernels.data.records import Dataset, load_records
 from cortiq_kernels.data.tokens import Tokenizer
 from cortiq_kernels.model import names
@@ -65,6 +66,16 @@ def load_for(model: ModelDir, data: Path, loss_on: str, splits: Sequence[str]) -
     dataset = load_records(data, tokenizer, loss_on=loss_on, splits=splits, vocab=model.geometry.vocab)
     eos = tokenizer.eos_ids if tokenizer else model.geometry.eos_ids
     return Records(dataset, eos[0] if eos else 0)
+
+
+def fit_shape(records: Sequence[Record], window: int, batch: int) -> tuple[int, int]:
+    """(window, batch) no larger than the records can fill: what is beyond them would be padding only.
+
+    For passes whose result does not depend on either (fold, score). The window is kept at a multiple of 64.
+    """
+    tokens = sum(len(r.ids) for r in records)
+    window = min(window, max(64, -(-tokens // 64) * 64))
+    return window, min(batch, max(1, 2 * -(-tokens // window)))  # a window that is left is more than half full
 
 
 def tokenizer_of(model: ModelDir) -> Tokenizer | None:

@@ -52,6 +52,18 @@ def check_files(recipe: str, cfg: Any) -> None:
         for place in folders:
             if _inside(file, place):
                 raise refuse(what, repr(str(file)), f"a file outside --out {str(place)!r}", fix)
+        if name == "log" and not _is_run_log(file):
+            raise refuse(what, f"{str(file)!r}, which is no run log", "a new file, or an earlier run log", fix)
+
+
+def _is_run_log(file: Path) -> bool:
+    """Whether a run log may take this file's place: it does not exist, is empty, or starts as a run log does."""
+    try:
+        with open(file, "rb") as f:
+            first = f.read(256)
+    except OSError:
+        return True  # absent or unreadable: the place itself is checked for being writable
+    return not first.strip() or (first.startswith(b"{") and b'"event"' in first)
 
 
 def write_file(path: Path, text: str) -> None:

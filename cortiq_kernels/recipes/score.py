@@ -32,7 +32,15 @@ from cortiq_kernels.model.hf import ModelDir, open_model
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.ops.topk_kl import head_topk_kl_fwd_bwd
 from cortiq_kernels.recipes.errors import need, refuse
-from cortiq_kernels.recipes.inputs import Progress, Ticks, check_same_tokens, geometry_summary, load_for, silent
+from cortiq_kernels.recipes.inputs import (
+    Progress,
+    Ticks,
+    check_same_tokens,
+    fit_shape,
+    geometry_summary,
+    load_for,
+    silent,
+)
 from cortiq_kernels.recipes.outputs import check_files, write_file
 from cortiq_kernels.recipes.provenance import plain
 from cortiq_kernels.recipes.rows import logits_of
@@ -162,7 +170,9 @@ def run(cfg: ScoreConfig, progress: Progress = silent) -> ScoreReport:
         progress({"event": "note", "text": note})
     device, dtype = plan.device.device, plan.dtype.dtype
     sets = {s: plan.dataset.split(s) for s in cfg.splits}
-    batches = {s: list(score_batches(r, cfg.window, cfg.batch, pad_id=plan.pad_id)) for s, r in sets.items()}
+    batches = {}
+    for s, r in sets.items():
+        batches[s] = list(score_batches(r, *fit_shape(r, cfg.window, cfg.batch), pad_id=plan.pad_id))
     keep = len(plan.models) > 1
     source: _Source | None = None
     rows: list[ScoreRow] = []
