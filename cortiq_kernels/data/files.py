@@ -86,7 +86,7 @@ def _parquet(path: Path) -> Iterator[Row]:
         import pyarrow.parquet as pq
     except ImportError as e:
         raise DataError(
-            f"{path}: is parquet, and pyarrow is not installed; `pip install cortiq_kernels[data]`, or use JSONL"
+            f"{path}: is parquet, and pyarrow is not installed; `pip install 'cortiq_kernels[data]'`, or use JSONL"
         ) from e
     try:
         file = pq.ParquetFile(path)

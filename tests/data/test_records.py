@@ -132,7 +132,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, tok, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(DataError, match=r"pip install cortiq_kernels\[data\]"):
+    with pytest.raises(DataError, match=r"pip install 'cortiq_kernels\[data\]'"):
         load_records(write(tmp_path, b"PAR1...."), tok)
 
 
