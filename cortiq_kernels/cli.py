@@ -74,8 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         hint = f" Did you mean {near[0]}?" if near else ""
         return fail(f"cortiq: got {args[0]!r}; expected one of {', '.join(RECIPES)}, env.{hint} See cortiq --help.", 2)
     name, cfg = args[0], None
-    # Read when torch loads its OpenMP: threads that wait for each other sleep instead of spinning. Spinning, a step of
-    # the small model took 6.2 s on two cores shared with another busy process; sleeping, 1.0 s.
+    # Read when torch loads its OpenMP: threads that wait for each other sleep instead of spinning, which on a machine
+    # with another busy process makes a step several times longer.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         cfg, flags = parse(name, args[1:])

@@ -33,7 +33,7 @@ def collect() -> dict[str, Any]:
         "driver": backend.driver_version(),
         "native": {
             "present": native,
-            "reason": "built" if native else "this version has no native sources to build; every op runs on torch",
+            "reason": "built" if native else "this version has no native sources to build",
         },
         "default": _default(backend),
         "ops": [_op(op, why_not, triton_gate.missing()) for op in OPS],

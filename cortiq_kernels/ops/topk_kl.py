@@ -34,10 +34,11 @@ bucket for what the slots leave out, with p_t = max(0, 1 − P) and Q = Σ q ove
     w_r·grad_scale·(q·(P + p_t) − t) in them. A row whose slots hold no probability has loss 0 and no gradient.
 
 Precision: logits are a slab [chunk_rows, V] in the working dtype (GEMM sums in f32); softmax, loss and dz are f32 (f64
-for f64), dz is rounded once to the working dtype for the two GEMMs. dhead is summed in f32 over chunks, so chunk_rows
-changes it in the last bits only; dhidden and loss do not depend on other rows. Same inputs, same bits: no atomics.
-With K = 1 and p = 1 this is cross entropy. Source: Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural
-Network", 2015; temperature is 1.
+for f64), and dz is rounded once to the working dtype for the two GEMMs. (On a GPU in bf16 what is rounded is dz/r, r a
+factor a row: dhidden gets r in f32 after its GEMM, dhead through h, so r·h is rounded too; `topk_kl_slab.py`.) dhead
+is summed in f32 over chunks, so chunk_rows changes it in the last bits only; dhidden and loss do not depend on other
+rows. Same inputs, same bits: no atomics. With K = 1 and p = 1 this is cross entropy. Source: Hinton, Vinyals and Dean,
+"Distilling the Knowledge in a Neural Network", 2015.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ _ALIGN = 64  # elements: every row of the slab starts on 128 bytes
 def rows_for(budget_bytes: int, vocab: int, itemsize: int = 2) -> int:
     """Rows of a slab of at most `budget_bytes`: the largest power of two that fits (at least 128), up to CHUNK_ROWS.
 
-    The dh GEMM has few output tiles, so rows between powers of two leave a wave of the GPU partly idle: with 248,320
-    columns and H 2560 on an H200, 8192 rows took 33.6 ms in slabs of 1024, 36.7 in slabs of 896, 34.9 in slabs of 768.
+    The dh GEMM has few output tiles, so rows between powers of two leave a wave of the GPU partly idle. With 248,320
+    columns and H 2560 on an H200, slabs of 1024 rows (512 MB) took 2.6 % longer than slabs of 4096
+    (bench/results/h200/head.json).
     """
     rows = 128
     while rows < CHUNK_ROWS and 2 * rows * slab_stride(vocab) * itemsize <= budget_bytes:

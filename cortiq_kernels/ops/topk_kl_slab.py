@@ -2,9 +2,12 @@
 time.
 
     z   = x·Wᵀ           into the slab, in its dtype
-    z  <- pass           RATIO (bf16): E and r with dz = r·E;  SCALED (f16, f32, tail): dz        topk_kl_triton.py
+    z  <- pass           RATIO: E and r with dz = r·E;  SCALED: dz                                topk_kl_triton.py
     dh  = r·(E·W)        the GEMM leaves in f32, so that r costs no second rounding; or dz·W
     dW += Eᵀ·(r·x)       r·x rounded once; or dzᵀ·x; f32, straight into the caller's gradient
+
+SCALED is for a float16 slab, a tail bucket, and a float32 slab of a 16-bit run (whose dz is then rounded to 16 bit for
+the GEMMs); everything else, float32 runs included, takes RATIO.
 
 x are the gathered rows, those that do not count replaced by 0, so nothing that they hold reaches a product. A slab of
 its own takes chunk_rows·V·2 bytes: 2.03 GB for 4096 rows of 248,320. `rows_for` picks the rows of a smaller budget so

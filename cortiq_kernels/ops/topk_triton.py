@@ -9,10 +9,10 @@ largest tile maximum. At least k values reach it (one in each of those tiles), s
                     same tiles, and of the values equal to it the lowest columns are taken
                  4. a sort by (value descending, column ascending), as one 64-bit key, so that ties have one answer
 
-Two kernels, because the sweep wants many small programs to keep memory busy and the selection wants registers: as one
-kernel they took 1.37 ms for 4096 rows of 248,320 on an H200. Values are compared as order-preserving integers of their
-float32 bits; a bfloat16 logit has only the upper 16 of them, so its searches take half the steps. −0 counts as +0 and
-NaN as −inf. Row pointers are 64-bit.
+Two kernels, because the sweep wants many small programs to keep memory busy and the selection wants registers:
+together they are faster apart (bench/results/h200/head.json has their time). Values are compared as order-preserving
+integers of their float32 bits; a bfloat16 logit has only the upper 16 of them, so its searches take half the steps. −0
+counts as +0 and NaN as −inf. Row pointers are 64-bit.
 """
 
 from __future__ import annotations
