@@ -15,7 +15,6 @@ import torch
 from directories import (
     SMALL,
     cortiq,
-    id_rows,
     nested,
     nll,
     read_dir,
@@ -25,31 +24,15 @@ from directories import (
     transformers_nll,
     write_dir,
 )
+from report_world import CONFIG, ROWS, TRAIN, V, fold, heal, score
 from tiny import config
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-V = 23
-ROWS = id_rows(V, (20, 31, 7))
-TRAIN = id_rows(V, (30, 25, 32, 28), "train", seed=1) + id_rows(V, (26, 9), "val", seed=2)
-CONFIG = config("LF", hidden=16, ffn=24, vocab=V, nq=2, nkv=1, hd=16, nk=1, nv=2)
-HEAL = (*SMALL, "--lr", "1e-3", "--eval-every", "4", "--ce", "1")
 
 
 @pytest.fixture
 def data(tmp_path) -> Path:
     return records(tmp_path / "d.jsonl", ROWS + TRAIN)
-
-
-def heal(model: Path, data: Path, out: Path, *more: object) -> tuple:
-    return ("heal", "--student", model, "--data", data, "--out", out, *HEAL, *more)
-
-
-def fold(model: Path, data: Path, out: Path, *more: object) -> tuple:
-    return ("fold", "--model", model, "--data", data, "--out", out, *SMALL, "--align", "4", *more)
-
-
-def score(model: Path, data: Path, *more: object) -> tuple:
-    return ("score", "--models", model, "--data", data, *SMALL, *more)
 
 
 @pytest.mark.parametrize("where", ["root", "text_config", "both"])

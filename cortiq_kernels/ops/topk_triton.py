@@ -9,8 +9,8 @@ largest tile maximum. At least k values reach it (one in each of those tiles), s
                     same tiles, and of the values equal to it the lowest columns are taken
                  4. a sort by (value descending, column ascending), as one 64-bit key, so that ties have one answer
 
-Two kernels, because the sweep wants many small programs to keep memory busy and the selection wants registers:
-together they are faster apart (bench/results/h200/head.json has their time). Values are compared as order-preserving
+Two kernels, because the sweep wants many small programs to keep memory busy and the selection wants registers; as one
+kernel they were slower (bench/results/h200/head.json has the time of the two). Values are compared as order-preserving
 integers of their float32 bits; a bfloat16 logit has only the upper 16 of them, so its searches take half the steps. −0
 counts as +0 and NaN as −inf. Row pointers are 64-bit.
 """
