@@ -115,7 +115,10 @@ def in_export(ready: Callable[[], None]) -> None:
 @pytest.mark.parametrize("hook", [in_targets, in_eval, in_export])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_honoured_in_every_phase(world, hook, number, tmp_path_factory):
-    """Modelled on goodfire-ai/spd#741: targets, evaluation, export; a prompt exit and no half output."""
+    """Modelled on goodfire-ai/spd#741: targets, evaluation, export; a prompt exit and no half output.
+
+    Only whole targets stay, for the next try.
+    """
     io = tmp_path_factory.mktemp("io")
     before = snapshot(world)
     args = heal(world / "m", world / "d.jsonl", world / "deep" / "o", "--teacher", world / "t", "--ce", "0")
@@ -129,6 +132,12 @@ def test_signals_are_honoured_in_every_phase(world, hook, number, tmp_path_facto
         assert time.monotonic() - sent < 5
     finally:
         os.close(pipe)
+    kept = world / "deep" / "o.targets"
+    assert kept.exists() == (hook is not in_targets)
+    if kept.exists():
+        assert [p.suffix for p in kept.iterdir()] == [".targets"]
+        shutil.rmtree(kept)
+        kept.parent.rmdir()
     assert snapshot(world) == before
     lines = (io / "stderr").read_text().splitlines()
     assert f"stopped by {number.name}; no output was written. Start it again" in lines[-1]
@@ -167,13 +176,13 @@ def test_full_disk_is_found_at_the_start(world, small_disk):
     assert "expected at least" in line
 
 
-def test_spilled_targets_need_room_too(world, small_disk, monkeypatch):
+def test_targets_need_room_too(world, small_disk, monkeypatch):
     """The kind of mlfoundations/open_lm#154: found at the start, and where the disk fills up later, an error and not
     a SIGBUS."""
     data = records(world / "long.jsonl", id_rows(V, (400,) * 20, "train") + id_rows(V, (30,), "val"))
     args = heal(world / "m", data, small_disk / "o", "--teacher", world / "t", "--ce", "0", "--window", "400")
-    assert cortiq(*args, "--dry-run", "--json").json["steps"] == 20
-    monkeypatch.setattr("cortiq_kernels.recipes.heal_plan.HOST_SHARE", 1e-12)
+    elsewhere = ("--targets", world / "kept")
+    assert cortiq(*args, *elsewhere, "--dry-run", "--json").json["steps"] == 20
 
     def run() -> tuple[int, list[str]]:
         pid, pipe = child((*args, "--log", world / "log"), world)  # a process of its own, which a SIGBUS may end
@@ -185,7 +194,7 @@ def test_spilled_targets_need_room_too(world, small_disk, monkeypatch):
     assert not (world / "log").exists()
     plenty(monkeypatch)
     status, lines = run()
-    assert status == 1 and "No space left on device; no output was written" in lines[-1]
+    assert status == 2 and "targets: got No space left on device" in lines[-1] and "--targets" in lines[-1]
     assert list(small_disk.iterdir()) == []
 
 

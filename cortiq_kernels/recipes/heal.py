@@ -1,7 +1,7 @@
 """Heal: knowledge distillation of a teacher's next-token distribution into a (folded) student.
 
     plan      refuse early: inputs, destination, device                           heal_plan.py
-    targets   the teacher's top-k on every scored row, once; the teacher is freed    targets.py
+    targets   the teacher's top-k on every scored row, once; the teacher is freed    heal_targets.py, targets.py
     prefix    frozen layers, once per batch                                        prefix.py
     train     T accepted steps; held-out loss before, every eval_every, at the end   this file
     write     the best weights, as a directory like the student's
@@ -29,11 +29,12 @@ from cortiq_kernels.recipes.checkpoint import Best
 from cortiq_kernels.recipes.errors import TrainingFailed
 from cortiq_kernels.recipes.heal_config import HealConfig
 from cortiq_kernels.recipes.heal_plan import HealPlan, plan_heal, trained_parameters
+from cortiq_kernels.recipes.heal_targets import HealTargets, obtain_targets
 from cortiq_kernels.recipes.inputs import Progress, Ticks, silent
 from cortiq_kernels.recipes.prefix import PrefixCache, run_prefix
 from cortiq_kernels.recipes.provenance import provenance
 from cortiq_kernels.recipes.schedule import cosine_rate, genesis_factor, genesis_from, genesis_rate
-from cortiq_kernels.recipes.targets import TargetStore, TrueTokens, teacher_targets
+from cortiq_kernels.recipes.target_dir import discard_targets
 from cortiq_kernels.step import Evaluator, Micro, StepStats, Trainer
 from cortiq_kernels.step.loss import pad_rows
 from cortiq_kernels.step.update import AdamOptions
@@ -69,7 +70,7 @@ class HealReport:
 class Feed:
     """`feed[i]`: batch i of the plan (train, then val) with its targets and prefix stream, on the device."""
 
-    def __init__(self, plan: HealPlan, targets: TargetStore | TrueTokens, prefix: PrefixCache | None):
+    def __init__(self, plan: HealPlan, targets: HealTargets, prefix: PrefixCache | None):
         self.batches, self.targets, self.prefix = plan.batches, targets, prefix
         self.device, self.dtype = plan.device.device, plan.dtype.dtype
 
@@ -88,7 +89,7 @@ def run(cfg: HealConfig, progress: Progress = silent) -> HealReport:
 
     Events: "plan", "tick" (phases teacher and prefix), "note", "eval", "step", "skip", "write". Raises ValueError
     (InputError, ModelError, DataError) before any work for input that cannot be used, TrainingFailed when training
-    does not recover; nothing is written in either case.
+    does not recover; no output is written in either case (OUT.targets stays, for the next try).
     """
     began = time.perf_counter()
     plan = plan_heal(cfg)
@@ -100,7 +101,7 @@ def run(cfg: HealConfig, progress: Progress = silent) -> HealReport:
     device = plan.device.device
     backend.reset_peak(device)
     with backend.deterministic(cfg.deterministic):
-        targets, teacher_seconds = _targets(plan, progress)
+        targets, teacher_seconds = obtain_targets(plan, progress)
         prefix = _prefix(plan, progress)
         weights = Weights.load(
             plan.student, dtype=plan.dtype.dtype, device=device, train=cfg.train, train_from=cfg.train_from,
@@ -135,29 +136,10 @@ def run(cfg: HealConfig, progress: Progress = silent) -> HealReport:
     )
     progress({"event": "write", "out": str(cfg.out)})
     written = write_model(plan.student, cfg.out, replace=weights.export(), provenance=_provenance(plan, report))
+    discard_targets(cfg)
     for note in written.notes:  # such as what became of declared MTP layers
         progress({"event": "note", "text": note})
     return dataclasses.replace(report, out=str(written.path), notes=[*plan.notes, *written.notes])
-
-
-def _targets(plan: HealPlan, progress: Progress) -> tuple[TargetStore | TrueTokens, float]:
-    """Targets of all batches and the seconds they took; the teacher is gone when this returns."""
-    cfg, device, batches = plan.cfg, plan.device.device, plan.batches
-    if plan.teacher is None:
-        return TrueTokens(batches), 0.0
-    began = time.perf_counter()
-    store = TargetStore(
-        [b.n_scored for b in batches], plan.topk, pin=device.type == "cuda", spill_bytes=plan.target_spill,
-        spill_dir=_existing_parent(cfg.out),
-    )  # fmt: skip
-    if store.spilled:
-        progress({"event": "note", "text": f"targets ({store.nbytes / 2**30:.1f} GiB) are kept in a temporary file"})
-    weights = Weights.load(plan.teacher, dtype=plan.dtype.dtype, device=device, train=None)
-    ticks = Ticks(progress, "teacher", len(batches))
-    teacher_targets(Evaluator(weights, plan.n, cfg.window), batches, store, cfg.alpha, done=ticks)
-    del weights
-    backend.release(device)
-    return store, time.perf_counter() - began
 
 
 def _prefix(plan: HealPlan, progress: Progress) -> PrefixCache | None:
@@ -280,13 +262,6 @@ class _Loop:
 
 def _factor(epoch: int, start: int) -> Callable[[int], float]:
     return lambda layer: genesis_factor(epoch, layer, start)
-
-
-def _existing_parent(path: Any) -> Any:
-    parent = path.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    return parent
 
 
 def _provenance(plan: HealPlan, report: HealReport) -> dict[str, Any]:

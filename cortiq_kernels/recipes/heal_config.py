@@ -65,6 +65,9 @@ class HealConfig:
     """the same bits in every run on the same machine (slower on a GPU)"""
     seed: int = 0
     """changes the order of the batches"""
+    targets: Path | None = None
+    """directory that keeps the teacher's targets for later runs with the same teacher and data; default OUT.targets,
+    which lets an interrupted run continue and is removed when the output is written"""
     log: Path | None = None
     """run log (JSONL); default OUT.log.jsonl"""
 

@@ -22,6 +22,8 @@ from cortiq_kernels.recipes.inputs import Joined, check_same_tokens, geometry_su
 from cortiq_kernels.recipes.outputs import check_files
 from cortiq_kernels.recipes.prefix import PrefixPlan, plan_prefix
 from cortiq_kernels.recipes.schedule import total_steps
+from cortiq_kernels.recipes.target_dir import check_target_directory, held_bytes, target_directory
+from cortiq_kernels.recipes.target_file import file_bytes
 from cortiq_kernels.recipes.targets import TargetStore, asked_topk
 from cortiq_kernels.step import Buffers
 
@@ -31,7 +33,7 @@ HOST_SHARE = 0.3  # of the host memory available, for the prefix cache, and agai
 @dataclass(frozen=True)
 class HealPlan:
     """Opened inputs and decisions. `per_epoch` is steps a pass (the last one may have fewer micro-batches), `steps`
-    is T.
+    is T, `rows` the scored rows of each of `batches`, `target_room` the host bytes that targets may take in memory.
     """
 
     cfg: HealConfig
@@ -46,7 +48,8 @@ class HealPlan:
     steps: int
     topk: int
     prefix: PrefixPlan | None
-    target_spill: int
+    rows: list[int]
+    target_room: int
     notes: list[str]
 
     @property
@@ -58,6 +61,11 @@ class HealPlan:
     def n(self) -> int:
         """Tokens of a micro-batch."""
         return self.cfg.batch * self.cfg.window
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes of the teacher's targets of all batches; 0 without a teacher."""
+        return TargetStore.bytes_for(sum(self.rows), self.topk) if self.teacher else 0
 
     @property
     def first_layer(self) -> int:
@@ -90,11 +98,20 @@ class HealPlan:
             "device_reason": self.device.reason,
             "dtype": backend.dtype_name(self.dtype.dtype),
             "dtype_reason": self.dtype.reason,
+            "targets": self._where_targets(),
             "prefix": self.prefix.reason if self.prefix else "no frozen layers",
             "memory": self.memory(),
             "out": str(cfg.out),
             "notes": self.notes,
         }
+
+    def _where_targets(self) -> str:
+        if self.teacher is None:
+            return "the true next tokens: no teacher"
+        place, size = target_directory(self.cfg), f"{self.target_bytes / 2**30:.2f} GiB"
+        where = "in memory" if self.target_bytes <= self.target_room else "read from there in every step"
+        stay = "kept for later runs" if self.cfg.targets else "removed when the output is written"
+        return f"{size} in {place} ({stay}), {where} while it trains"
 
     def memory(self) -> dict[str, int]:
         """Estimated bytes: the student with its optimizer, activations (without what mixers save), the teacher (which
@@ -103,12 +120,11 @@ class HealPlan:
         cfg, g, dtype = self.cfg, self.student.geometry, self.dtype.dtype
         layout = plan_layout(g, train=cfg.train, train_from=cfg.train_from, first_layer=self.first_layer)
         buffers = Buffers(g, self.n, dtype, torch.device("meta"), first=self.first_layer, save_from=cfg.train_from)
-        rows = sum(b.n_scored for b in self.batches) if self.teacher else 0
         return {
             "student_and_optimizer": layout.nbytes(dtype.itemsize),
             "activations": buffers.nbytes,
             "teacher": plan_layout(self.teacher.geometry).nbytes(dtype.itemsize) if self.teacher else 0,
-            "host_targets": TargetStore.bytes_for(rows, self.topk) if self.teacher else 0,
+            "host_targets": self.target_bytes if self.target_bytes <= self.target_room else 0,
             "host_prefix": self.prefix.nbytes if self.prefix and self.prefix.dtype else 0,
             "free": backend.free_bytes(self.device.device),
             "host_free": backend.host_free_bytes(),
@@ -145,18 +161,21 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
     if cfg.teacher is not None and teacher is None:
         notes.append("ce is 1: the teacher is not opened")
     host = int(HOST_SHARE * backend.host_free_bytes())
-    topk, spill = asked_topk(cfg.topk, cfg.alpha, g.vocab), 0
+    topk = asked_topk(cfg.topk, cfg.alpha, g.vocab)
+    rows = [b.n_scored for b in Joined(train, val)]
     if teacher is not None:
-        spill = TargetStore.bytes_for(sum(b.n_scored for b in Joined(train, val)), topk)
-    if spill > host:  # the targets go to a file beside the output
-        check_destination(student.path, cfg.out, student.total_bytes() + spill)
+        need(cfg.topk <= g.vocab, "heal: topk", cfg.topk, f"1 .. {g.vocab} (the vocabulary)", "Set --topk.")
+        size = file_bytes(rows, topk)
+        check_target_directory(cfg, size)
+        if cfg.targets is None:  # they lie beside the output while it is made
+            check_destination(student.path, cfg.out, student.total_bytes() + max(0, size - held_bytes(cfg)))
     prefix = None
     if cfg.train_from > 0:
         prefix = plan_prefix(len(train) + len(val), cfg.batch * cfg.window, g.hidden, dtype.dtype, host)
     per_epoch = math.ceil(len(train) / cfg.accumulate)
     plan = HealPlan(
         cfg, device, dtype, student, teacher, dataset, train, val, per_epoch, total_steps(cfg.epochs, per_epoch),
-        topk, prefix, host, notes,
+        topk, prefix, rows, host, notes,
     )  # fmt: skip
     memory = plan.memory()
     least = max(memory["student_and_optimizer"] + memory["activations"], memory["teacher"])

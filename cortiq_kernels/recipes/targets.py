@@ -1,4 +1,4 @@
-"""What the student should predict, computed once per batch and kept on the host.
+"""What the student should predict, computed once per batch and kept on the host (heal_targets.py).
 
 For a scored row let (ids, p) be the teacher's k most likely next tokens and y the true one; alpha in [0, 1] is the
 share of the true token:
@@ -16,10 +16,8 @@ KL(b || q) = KL(target || q) + H(target) - (1 - alpha) * H(b); those last two, t
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -49,41 +47,28 @@ def mix_true_token(ids: Tensor, p: Tensor, true: Tensor, alpha: float) -> tuple[
     return ids, target, entropy - (1.0 - alpha) * torch.special.entr(b).sum(1)
 
 
-class TargetStore:
-    """Targets of a list of batches in two flat host tensors; `store[i]` are those of batch i, as views.
+class Store(Protocol):
+    """What `teacher_targets` fills: in memory (`TargetStore`) or on disk (`target_file.TargetFile`)."""
 
-    ids [sum of R, K] int32, probs [sum of R, K] float32. Above `spill_bytes` they lie in an unnamed temporary file in
-    `spill_dir` (gone with this object, or with the process; `OSError` at once if the disk has no room); else in
-    memory, pinned when `pin` (for a GPU).
+    k: int
+
+    def put(self, i: int, ids: Tensor, probs: Tensor, const: float) -> None: ...
+
+
+class TargetStore:
+    """Targets of a list of batches in two flat host tensors, pinned when `pin`; `store[i]` are those of batch i.
+
+    ids [sum of R, K] int32, probs [sum of R, K] float32; what `store[i]` returns are views of them.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[int],
-        k: int,
-        *,
-        pin: bool = False,
-        spill_bytes: int | None = None,
-        spill_dir: Path | None = None,
-    ):
+    def __init__(self, rows: Sequence[int], k: int, *, pin: bool = False):
         self.starts = [0]
         for r in rows:
             self.starts.append(self.starts[-1] + r)
-        total = self.starts[-1]
-        self.nbytes = self.bytes_for(total, k)
-        self.spilled = spill_bytes is not None and self.nbytes > spill_bytes and total > 0
+        self.k = k
         self.const = [0.0] * len(rows)
-        if self.spilled:
-            with tempfile.NamedTemporaryFile(dir=spill_dir, prefix=".targets-") as file:
-                # A sparse file on a disk that fills up later would end the process at the write (SIGBUS).
-                os.posix_fallocate(file.fileno(), 0, self.nbytes)
-                mapped = torch.from_file(file.name, shared=True, size=self.nbytes, dtype=torch.uint8)
-            half = self.nbytes // 2
-            self.ids = mapped[:half].view(torch.int32).view(total, k)
-            self.probs = mapped[half:].view(torch.float32).view(total, k)
-        else:
-            self.ids = torch.zeros(total, k, dtype=torch.int32, pin_memory=pin)
-            self.probs = torch.zeros(total, k, dtype=torch.float32, pin_memory=pin)
+        self.ids = torch.zeros(self.starts[-1], k, dtype=torch.int32, pin_memory=pin)
+        self.probs = torch.zeros(self.starts[-1], k, dtype=torch.float32, pin_memory=pin)
 
     @staticmethod
     def bytes_for(rows: int, k: int) -> int:
@@ -94,12 +79,21 @@ class TargetStore:
         return len(self.const)
 
     def __getitem__(self, i: int) -> Targets:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
         a, b = self.starts[i], self.starts[i + 1]
         return Targets(self.ids[a:b], self.probs[a:b], self.const[i])
 
+    def put(self, i: int, ids: Tensor, probs: Tensor, const: float) -> None:
+        """Keep the targets of batch i."""
+        out = self[i]
+        out.ids.copy_(ids)
+        out.probs.copy_(probs)
+        self.const[i] = const
+
 
 def asked_topk(topk: int, alpha: float, vocab: int) -> int:
-    """K: slots of a target row."""
+    """K: slots of a target row. With topk the whole vocabulary every token is ranked, and there is no slot more."""
     if alpha >= 1.0:
         return 1
     return min(topk + (alpha > 0.0), vocab)
@@ -108,36 +102,39 @@ def asked_topk(topk: int, alpha: float, vocab: int) -> int:
 def teacher_targets(
     teacher: Evaluator,
     batches: Sequence[Batch],
-    store: TargetStore,
+    store: Store,
     alpha: float,
     *,
+    only: Sequence[int] | None = None,
     chunk_rows: int | None = None,
     done: Callable[[int], None] = lambda n: None,
 ) -> None:
-    """Fill `store` (K from `asked_topk`) with the teacher's targets of `batches`, alpha < 1.
+    """Put the teacher's targets of `batches` (of the indices `only`, if given) into `store`, alpha < 1.
 
-    Only scored rows pass through the head, `chunk_rows` at a time. `done(n)` is called after batch n (1-based).
+    K slots a row, K = `store.k` from `asked_topk`. Only scored rows pass through the head, `chunk_rows` at a time.
+    `done(n)` is called when n batches are in the store, those counted that `only` leaves out.
     """
     w = teacher.weights
-    k = store.ids.shape[1]
-    for i, host in enumerate(batches):
-        batch = host.to(w.device)
+    todo = range(len(batches)) if only is None else only
+    for done_before, i in enumerate(todo, len(batches) - len(todo)):
+        batch = batches[i].to(w.device)
         rows = teacher.hidden(batch).index_select(0, batch.row_index)
         true = batch.next_ids.index_select(0, batch.row_index)
-        out = store[i]
+        shape = (rows.shape[0], store.k)
+        out_ids, out_probs = torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.float32)
         const = torch.zeros((), dtype=torch.float64, device=w.device)
         for a, b, logits in logits_of(rows, w["head"], chunk_rows):
-            top = topk_softmax(logits, k)
+            top = topk_softmax(logits, store.k)
             ids, probs = top.ids, top.probs
             if alpha > 0.0:
                 ids, probs, c = mix_true_token(ids, probs, true[a:b], alpha)
                 const += (c * batch.row_weight[a:b].double()).sum()
             else:
                 probs = probs / probs.sum(1, keepdim=True).clamp(min=1e-12)
-            out.ids[a:b].copy_(ids)
-            out.probs[a:b].copy_(probs)
-        store.const[i] = float(const)
-        done(i + 1)
+            out_ids[a:b].copy_(ids)
+            out_probs[a:b].copy_(probs)
+        store.put(i, out_ids, out_probs, float(const))
+        done(done_before + 1)
 
 
 class TrueTokens:

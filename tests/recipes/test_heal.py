@@ -14,6 +14,7 @@ from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.recipes import heal, heal_plan
 from cortiq_kernels.recipes.errors import InputError, TrainingFailed
 from cortiq_kernels.recipes.heal_config import HealConfig
+from cortiq_kernels.recipes.targets import TrueTokens
 from cortiq_kernels.step import Trainer
 
 
@@ -111,7 +112,7 @@ def test_accumulated_micro_batches_are_one_big_batch(cfg, build):
         plan = heal_plan.plan_heal(one)
         weights = Weights.load(plan.student, dtype=torch.float64, train="layers")
         trainer = Trainer(weights, plan.n, one.window)
-        feed = heal.Feed(plan, heal.TrueTokens(plan.batches), None)
+        feed = heal.Feed(plan, TrueTokens(plan.batches), None)
         loss = float(trainer.gradients([feed[i] for i in range(accumulate)]))
         seen[accumulate] = loss, weights.trained.grad.clone()
     assert seen[2][0] == pytest.approx(seen[1][0], rel=1e-12)

@@ -91,15 +91,6 @@ def test_k_is_capped_by_the_vocabulary():
     assert asked_topk(64, 1.0, 37) == 1
 
 
-def test_spilled_targets_are_the_same_and_leave_no_file(tmp_path):
-    _, memory = fill(0.5, 4)
-    _, disk = fill(0.5, 4, spill_bytes=1, spill_dir=tmp_path)
-    assert disk.spilled and not memory.spilled
-    assert torch.equal(disk.ids, memory.ids) and torch.equal(disk.probs, memory.probs)
-    assert disk.const == memory.const
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_ids_of_a_row_are_distinct():
     _, targets = fill(0.5, 6)
     ids = targets.ids.sort(1).values
