@@ -13,24 +13,35 @@ Genesis (`genesis_rate`, `genesis_from`, `genesis_factor`), no warm-up; epoch = 
 
     rate    lr * (1 - exp(-3 d / T)) * exp(-d / (2 T))
     window  layers from = max(L - ceil(f * L), train_from) .. L-1 train, f = 12/64, 24/64, 40/64, 1 for epochs 0, 1,
-    2, >= 3 factor  exp(-kappa * (l - from)) of layer l, kappa = 0.1 / (epoch + 1)
+            2, >= 3
+    factor  exp(-kappa * (l - from)) of layer l, kappa = 0.1 / (epoch + 1)
+
+n is the steps of a pass over the train batches: their number over `accumulate`, rounded up (the last step of a pass
+takes what is left). `epochs` and `warm` count as the decimals that they are written as: 0.07 passes of 100 steps
+are 7 steps and 0.29 of 100 are 29, where products of floats would give 8 and 28.
 """
 
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 _GENESIS_64THS = (12, 24, 40, 64)
 
 
 def total_steps(epochs: float, per_epoch: int) -> int:
     """T = max(1, ceil(epochs * n)) accepted steps."""
-    return max(1, math.ceil(epochs * per_epoch))
+    return max(1, math.ceil(_decimal(epochs) * per_epoch))
+
+
+def warm_steps(total: int, warm: float) -> int:
+    """w = max(1, floor(T * warm)): steps that warm up."""
+    return max(1, math.floor(_decimal(warm) * total))
 
 
 def cosine_rate(lr: float, d: int, total: int, warm: float) -> float:
     """Rate of accepted step d (1-based) of `total`, with a warm-up over the fraction `warm` of the steps."""
-    warm_n = max(1, math.floor(total * warm))
+    warm_n = warm_steps(total, warm)
     if d <= warm_n:
         return lr * d / warm_n
     p = (d - warm_n) / max(total - warm_n, 1)
@@ -51,3 +62,8 @@ def genesis_from(epoch: int, n_layers: int, train_from: int = 0) -> int:
 def genesis_factor(epoch: int, layer: int, from_layer: int) -> float:
     """Factor on the rate of `layer` (>= from_layer) in `epoch`: the window's first layer learns fastest."""
     return math.exp(-0.1 / (epoch + 1) * (layer - from_layer))
+
+
+def _decimal(x: float) -> Fraction:
+    """The shortest decimal that is read as `x`, exactly."""
+    return Fraction(repr(float(x)))
