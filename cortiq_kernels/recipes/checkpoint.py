@@ -30,6 +30,19 @@ class Best:
         self.step, self.loss = step, loss if not math.isnan(loss) else math.inf
         return True
 
+    @property
+    def state(self) -> Tensor:
+        """The kept masters, flat, on the host."""
+        assert self._state is not None, "nothing was offered yet"
+        return self._state
+
+    @classmethod
+    def kept(cls, step: int, loss: float, state: Tensor) -> Best:
+        """What an earlier run kept: a copy of `state` (flat masters on the host), the weights of `step`."""
+        best = cls()
+        best.step, best.loss, best._state = step, loss, state.clone()
+        return best
+
     def restore(self, weights: Weights) -> None:
         """Put the kept weights back: masters, and the working copies that mirror them."""
         assert self._state is not None, "restore before any offer"

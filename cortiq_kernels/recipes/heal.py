@@ -1,52 +1,52 @@
 """Heal: knowledge distillation of a teacher's next-token distribution into a (folded) student.
 
-    plan      refuse early: inputs, destination, device                           heal_plan.py
-    targets   the teacher's top-k on every scored row, once; the teacher is freed    heal_targets.py, targets.py
-    prefix    frozen layers, once per batch                                        prefix.py
-    train     T accepted steps; held-out loss before, every eval_every, at the end   this file
-    write     the best weights, as a directory like the student's
+    plan      refuse early: inputs, destination, device, checkpoint                    heal_plan.py, resume.py
+    targets   the teacher's top-k on every scored row, once; the teacher is freed      heal_targets.py, targets.py
+    prefix    frozen layers, once per batch                                            prefix.py
+    train     T accepted steps; held-out loss before, every eval_every, at the end     heal_loop.py
+    write     the best weights, as a directory like the student's                      this file
 
 The held-out loss of the untouched student is a candidate (step 0), so the result is never worse than the start on val.
 A step with a non-finite loss or gradient changes nothing, counts as skipped and is not one of the T; the next batch
-follows.
+follows. Checkpoints (checkpoint_dir.py, saver.py) let a run that ended early go on with the same bits;
+docs/long_runs.md says what that means for a user.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
-import time
-from collections.abc import Callable, Iterator
+import os
+import shutil
 from typing import Any
 
-import torch
-
 from cortiq_kernels import backend
-from cortiq_kernels.data.order import HEAL_SEED, Shuffler
-from cortiq_kernels.model.hf import write_model
+from cortiq_kernels.model.hf import check_destination, write_model
 from cortiq_kernels.model.weights import Weights, check_values
-from cortiq_kernels.recipes.checkpoint import Best
+from cortiq_kernels.recipes.checkpoint_dir import CheckpointDir
 from cortiq_kernels.recipes.errors import TrainingFailed
 from cortiq_kernels.recipes.heal_config import HealConfig
+from cortiq_kernels.recipes.heal_loop import Feed, Loop
 from cortiq_kernels.recipes.heal_plan import HealPlan, plan_heal, trained_parameters
-from cortiq_kernels.recipes.heal_targets import HealTargets, obtain_targets
+from cortiq_kernels.recipes.heal_targets import obtain_targets
 from cortiq_kernels.recipes.inputs import Progress, Ticks, silent
+from cortiq_kernels.recipes.lock import check_unlocked, locked
+from cortiq_kernels.recipes.logged import Logged
+from cortiq_kernels.recipes.outputs import log_path
 from cortiq_kernels.recipes.prefix import PrefixCache, run_prefix
 from cortiq_kernels.recipes.provenance import provenance
-from cortiq_kernels.recipes.schedule import cosine_rate, genesis_factor, genesis_from, genesis_rate
+from cortiq_kernels.recipes.resume import find_checkpoint, identity, output_is_done, rounding
+from cortiq_kernels.recipes.saver import Saver
+from cortiq_kernels.recipes.stopping import stop_on_signals
 from cortiq_kernels.recipes.target_dir import discard_targets
-from cortiq_kernels.step import Evaluator, Micro, StepStats, Trainer
-from cortiq_kernels.step.loss import pad_rows
-from cortiq_kernels.step.update import AdamOptions
-
-F16_LOSS_SCALE = 4096.0
-MAX_SKIPS_IN_ROW = 20
-ROW_MULTIPLE = 512  # scored rows of a batch on a GPU are padded to this
 
 
 @dataclasses.dataclass(frozen=True)
 class HealReport:
-    """What a heal did. Losses are held-out means per weighted token, called `loss_name` (NLL, KL or mixed)."""
+    """What a heal did, the parts before it was resumed included. Losses are held-out means per weighted token, called
+    `loss_name` (NLL, KL or mixed).
+    """
 
     out: str
     loss_name: str
@@ -67,79 +67,108 @@ class HealReport:
     notes: list[str]
 
 
-class Feed:
-    """`feed[i]`: batch i of the plan (train, then val) with its targets and prefix stream, on the device."""
-
-    def __init__(self, plan: HealPlan, targets: HealTargets, prefix: PrefixCache | None):
-        self.batches, self.targets, self.prefix = plan.batches, targets, prefix
-        self.device, self.dtype = plan.device.device, plan.dtype.dtype
-
-    def __getitem__(self, i: int) -> Micro:
-        x = None
-        if self.prefix is not None:
-            x = self.prefix[i].to(self.device, non_blocking=True).to(self.dtype)
-        batch, targets = self.batches[i], self.targets[i]
-        if self.device.type == "cuda":
-            batch, targets = pad_rows(batch, targets, ROW_MULTIPLE)
-        return Micro(batch.to(self.device, non_blocking=True), targets.to(self.device), x)
-
-
 def run(cfg: HealConfig, progress: Progress = silent) -> HealReport:
     """Heal `cfg.student` and write `cfg.out`; see the module docstring and spec of `HealConfig`.
 
-    Events: "plan", "tick" (phases teacher and prefix), "note", "eval", "step", "skip", "write". Raises ValueError
-    (InputError, ModelError, DataError) before any work for input that cannot be used, TrainingFailed when training
-    does not recover; no output is written in either case (OUT.targets stays, for the next try).
+    Events: "plan", "resume", "tick" (phases teacher and prefix), "note", "eval", "step", "skip", "checkpoint", "write".
+    Raises ValueError (InputError, ModelError, DataError) before any work for input that cannot be used (a checkpoint of
+    another run, and an output that another process writes, included); TrainingFailed when training does not recover; no
+    output is written in either case (OUT.targets stays, for the next try). A signal raises `Stopped` (a
+    KeyboardInterrupt), with a checkpoint in OUT.resume once a step was done.
     """
-    began = time.perf_counter()
-    plan = plan_heal(cfg)
-    if plan.teacher is not None:  # the student is loaded only after the teacher has worked, perhaps for hours
-        check_values(plan.student, plan.dtype.dtype)
+    with stop_on_signals():
+        cfg.check()
+        check_unlocked("heal", cfg.out)
+        plan = plan_heal(cfg)
+        if plan.teacher is not None:  # the student is loaded only after the teacher has worked, perhaps for hours
+            check_values(plan.student, plan.dtype.dtype)
+        with locked("heal", cfg.out):
+            done = output_is_done(cfg)  # what another run did since the plan was made
+            if not done:
+                check_destination(plan.student.path, cfg.out, 0)
+            if find_checkpoint(plan) != plan.checkpoint:
+                plan = plan_heal(cfg)
+            return _run(plan, progress, done)
+
+
+def _run(plan: HealPlan, listener: Progress, output_done: bool) -> HealReport:
+    """The work, with the output's lock held."""
+    cfg, state, folder = plan.cfg, plan.checkpoint, CheckpointDir(plan.cfg.out)
+    progress = Logged(listener, lines=state["lines"] if state else 0, again=state is not None)
+    if cfg.resume:
+        progress({"event": "resume", **_resumed(plan)})
     progress({"event": "plan", **plan.describe()})
     for note in plan.notes:
         progress({"event": "note", "text": note})
     device = plan.device.device
     backend.reset_peak(device)
     with backend.deterministic(cfg.deterministic):
-        targets, teacher_seconds = obtain_targets(plan, progress)
-        prefix = _prefix(plan, progress)
+        feed, teacher_seconds = None, 0.0
+        if state is None or state["provenance"] is None:  # there are steps to do
+            targets, teacher_seconds = obtain_targets(plan, progress)
+            feed = Feed(plan, targets, _prefix(plan, progress))
+        if state is not None:
+            teacher_seconds = max(teacher_seconds, state["teacher_seconds"])
         weights = Weights.load(
             plan.student, dtype=plan.dtype.dtype, device=device, train=cfg.train, train_from=cfg.train_from,
             first_layer=plan.first_layer,
         )  # fmt: skip
-        loop = _Loop(plan, weights, Feed(plan, targets, prefix), progress)
-        loop.train()
+        known = {
+            "identity": identity(plan),
+            "log": _log(cfg),
+            "prefix": rounding(plan.prefix, plan.dtype.dtype),
+            "teacher_seconds": teacher_seconds,
+        }
+        saver = Saver(folder, cfg.checkpoint_every, known, progress, state["seconds"] if state else 0.0)
+        loop = Loop(plan, weights, feed, progress, saver)
+        if state is not None:
+            loop.resume(state, folder.tensors(state))
+        progress.again = False
+        if feed is not None:
+            loop.train()
     if loop.best.loss == math.inf:
         raise TrainingFailed(
             "heal: got no finite held-out loss, before or after training; expected one. Nothing written. "
             "Check the student (cortiq score), or use --dtype f32."
         )
+    report = _report(loop, teacher_seconds)
+    if state is not None and feed is None:
+        origin = state["provenance"]
+    else:
+        origin = _provenance(plan, report)
+        loop.save(origin)
     loop.best.restore(weights)
-    report = HealReport(
-        out=str(cfg.out),
-        loss_name=cfg.loss_name,
-        loss_start=loop.evaluations[0][1],
-        loss_best=loop.best.loss,
-        best_step=loop.best.step,
-        steps=plan.steps,
-        skipped=loop.skipped,
-        trained_parameters=trained_parameters(plan.student.geometry, cfg.train, cfg.train_from),
-        seconds_per_step=loop.step_seconds / plan.steps,
-        tokens_per_second=loop.tokens / max(loop.step_seconds, 1e-9),
-        teacher_seconds=teacher_seconds,
-        seconds=time.perf_counter() - began,
-        evaluations=loop.evaluations,
-        device=backend.describe(device),
-        dtype=backend.dtype_name(plan.dtype.dtype),
-        peak_device_bytes=backend.peak_bytes(device),
-        notes=plan.notes,
-    )
+    notes: list[str] = []
     progress({"event": "write", "out": str(cfg.out)})
-    written = write_model(plan.student, cfg.out, replace=weights.export(), provenance=_provenance(plan, report))
+    if not output_done:
+        notes = _write(plan, weights, origin)
+    folder.remove()
     discard_targets(cfg)
-    for note in written.notes:  # such as what became of declared MTP layers
+    for note in notes:  # such as what became of declared MTP layers
         progress({"event": "note", "text": note})
-    return dataclasses.replace(report, out=str(written.path), notes=[*plan.notes, *written.notes])
+    return dataclasses.replace(
+        report, out=os.path.realpath(cfg.out), seconds=saver.seconds, notes=[*plan.notes, *notes]
+    )
+
+
+def _resumed(plan: HealPlan) -> dict[str, Any]:
+    """What event "resume" says: `lines` of the run log `log` are kept, and a text for people."""
+    state = plan.checkpoint
+    if state is None:
+        text = f"nothing to resume in {CheckpointDir(plan.cfg.out).path}: starting from the beginning"
+        return {"step": 0, "of": plan.steps, "lines": 0, "log": None, "text": text}
+    text = f"going on after step {state['step']} of {state['of']} (checkpoint of {state['written']})"
+    if state["provenance"] is not None:
+        text = f"training was over: the output is written from the checkpoint of {state['written']}"
+    here = backend.describe(plan.device.device)
+    if here != state["device"]:
+        text += f"; on {here}, where it was {state['device']}: results differ by rounding"
+    return {"step": state["step"], "of": state["of"], "lines": state["lines"], "log": state["log"], "text": text}
+
+
+def _log(cfg: HealConfig) -> str | None:
+    path = log_path("heal", cfg)
+    return os.path.realpath(path) if path is not None else None
 
 
 def _prefix(plan: HealPlan, progress: Progress) -> PrefixCache | None:
@@ -160,108 +189,43 @@ def _prefix(plan: HealPlan, progress: Progress) -> PrefixCache | None:
     return cache
 
 
-class _Loop:
-    """Training: the state that its steps and evaluations share."""
-
-    def __init__(self, plan: HealPlan, weights: Weights, feed: Feed, progress: Progress):
-        cfg = plan.cfg
-        self.plan, self.cfg, self.weights, self.feed, self.progress = plan, cfg, weights, feed, progress
-        scale = F16_LOSS_SCALE if plan.dtype.dtype == torch.float16 else 1.0
-        options = AdamOptions(clip=cfg.clip, weight_decay=cfg.weight_decay)
-        self.trainer = Trainer(weights, plan.n, cfg.window, options, loss_scale=scale)
-        self.evaluator = Evaluator(weights, plan.n, cfg.window, self.trainer.buffers)
-        self.best = Best()
-        self.evaluations: list[tuple[int, float]] = []
-        self.step_seconds = 0.0
-        self.tokens = 0
-        self.skipped = 0
-
-    def train(self) -> None:
-        """T accepted steps, with evaluations; the best weights are in `best` afterwards."""
-        steps, every = self.plan.steps, self.cfg.eval_every
-        self.evaluate(0)
-        groups = self.groups()
-        d = 1
-        while d <= steps:
-            began = time.perf_counter()
-            micros = [self.feed[i] for i in next(groups)]
-            rate = self.step(d, micros)
-            stats = self.trainer.read()
-            seconds = time.perf_counter() - began
-            self.step_seconds += seconds
-            self.tokens += len(micros) * self.plan.n
-            self.skipped = stats.skipped
-            if not stats.ok:
-                self.skip(d, stats)
-                continue
-            self.progress(
-                {
-                    "event": "step",
-                    "step": d,
-                    "of": steps,
-                    "loss": stats.loss,
-                    "loss_name": self.cfg.loss_name,
-                    "norm": stats.norm,
-                    "rate": rate,
-                    "seconds": seconds,
-                    "tokens_per_s": len(micros) * self.plan.n / seconds,
-                    "left_s": (steps - d) * self.step_seconds / d,
-                    "skipped": stats.skipped,
-                }
-            )
-            if d % every == 0 or d == steps:
-                self.evaluate(d)
-            d += 1
-
-    def groups(self) -> Iterator[list[int]]:
-        """Train batches of one step after another: each pass in its own order, its last step with what is left."""
-        order = Shuffler(len(self.plan.train), HEAL_SEED ^ self.cfg.seed)
-        while True:
-            batches = order.next_pass()
-            for a in range(0, len(batches), self.cfg.accumulate):
-                yield batches[a : a + self.cfg.accumulate]
-
-    def step(self, d: int, micros: list[Micro]) -> float:
-        """Launch step d; returns its rate."""
-        cfg = self.cfg
-        if not cfg.genesis:
-            rate = cosine_rate(cfg.lr, d, self.plan.steps, cfg.warm)
-            self.trainer.step(micros, rate)
-            return rate
-        epoch = (d - 1) // self.plan.per_epoch
-        start = genesis_from(epoch, self.weights.geometry.n_layers, cfg.train_from)
-        rate = genesis_rate(cfg.lr, d, self.plan.steps)
-        self.trainer.step(micros, rate, from_layer=start, factor=_factor(epoch, start))
-        return rate
-
-    def evaluate(self, d: int) -> None:
-        """Held-out loss after step d; keeps the weights when it is the best."""
-        n_train, n_val = len(self.plan.train), len(self.plan.val)
-        loss = self.evaluator.loss(self.feed[n_train + j] for j in range(n_val))
-        self.evaluations.append((d, loss))
-        improved = self.best.offer(d, loss, self.weights)
-        self.progress({
-            "event": "eval", "step": d, "of": self.plan.steps, "loss": loss, "loss_name": self.cfg.loss_name,
-            "best": self.best.loss, "best_step": self.best.step, "improved": improved,
-        })  # fmt: skip
-
-    def skip(self, d: int, stats: StepStats) -> None:
-        """Report a skipped step, and give up when training does not recover."""
-        self.progress({
-            "event": "skip", "step": d, "loss": stats.loss, "norm": stats.norm, "skipped": stats.skipped,
-            "in_row": stats.in_row, "scale": stats.scale,
-        })  # fmt: skip
-        in_all = max(MAX_SKIPS_IN_ROW, 0.05 * self.plan.steps)
-        if stats.in_row >= MAX_SKIPS_IN_ROW or stats.skipped > in_all:
-            raise TrainingFailed(
-                f"heal: got {stats.in_row} steps in a row ({stats.skipped} in all) with a loss or gradient that is not "
-                f"finite; expected fewer than {MAX_SKIPS_IN_ROW} in a row and at most {in_all:g} in all. Nothing was "
-                "written. Check the student's weights (cortiq score), lower --lr, or use --dtype bf16 or f32."
-            )
+def _write(plan: HealPlan, weights: Weights, origin: dict[str, Any]) -> list[str]:
+    """The output directory; sentences on what else changed. A full disk says what is needed."""
+    cfg = plan.cfg
+    try:
+        return write_model(plan.student, cfg.out, replace=weights.export(), provenance=origin).notes
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(next(p for p in cfg.out.absolute().parents if p.exists())).free
+        raise OSError(
+            e.errno, f"{os.strerror(e.errno)}: writing {str(cfg.out)!r} takes {plan.student.total_bytes() / 2**20:.1f} "
+            f"MiB, {free / 2**20:.1f} MiB are free; free some space"
+        ) from e  # fmt: skip
 
 
-def _factor(epoch: int, start: int) -> Callable[[int], float]:
-    return lambda layer: genesis_factor(epoch, layer, start)
+def _report(loop: Loop, teacher_seconds: float) -> HealReport:
+    """What training did; paths, times of the whole and the notes of writing come last."""
+    plan, cfg = loop.plan, loop.plan.cfg
+    return HealReport(
+        out=str(cfg.out),
+        loss_name=cfg.loss_name,
+        loss_start=loop.evaluations[0][1],
+        loss_best=loop.best.loss,
+        best_step=loop.best.step,
+        steps=plan.steps,
+        skipped=loop.skipped,
+        trained_parameters=trained_parameters(plan.student.geometry, cfg.train, cfg.train_from),
+        seconds_per_step=loop.step_seconds / plan.steps,
+        tokens_per_second=loop.tokens / max(loop.step_seconds, 1e-9),
+        teacher_seconds=teacher_seconds,
+        seconds=0.0,
+        evaluations=loop.evaluations,
+        device=backend.describe(plan.device.device),
+        dtype=backend.dtype_name(plan.dtype.dtype),
+        peak_device_bytes=backend.peak_bytes(plan.device.device),
+        notes=plan.notes,
+    )
 
 
 def _provenance(plan: HealPlan, report: HealReport) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from cortiq_kernels.recipes.errors import need, refuse
+from cortiq_kernels.recipes.interval import parse_interval
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,11 @@ class HealConfig:
     targets: Path | None = None
     """directory that keeps the teacher's targets for later runs with the same teacher and data; default OUT.targets,
     which lets an interrupted run continue and is removed when the output is written"""
+    resume: bool = False
+    """go on from the checkpoint in OUT.resume, if there is one; without one the run starts from the beginning"""
+    checkpoint_every: str = "10m"
+    """steps ("500") or time ("90s", "10m", "2h") between checkpoints in OUT.resume, or "off"; a run that is stopped
+    writes one too"""
     log: Path | None = None
     """run log (JSONL); default OUT.log.jsonl"""
 
@@ -97,6 +103,7 @@ class HealConfig:
         need(self.lr > 0, "heal: lr", self.lr, "more than 0", "Set --lr.")
         need(0 < self.warm <= 1, "heal: warm", self.warm, "a fraction in (0, 1]", "Set --warm, for instance 0.1.")
         need(self.ce == self.ce, "heal: ce", self.ce, "a number", "Set --ce between 0 and 1.")
+        parse_interval(self.checkpoint_every, "heal: checkpoint_every")
         need(self.weight_decay >= 0, "heal: weight_decay", self.weight_decay, "at least 0", "Set --weight-decay.")
         choices = (
             ("train", ("layers", "mlp", "all")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ from cortiq_kernels.model import names
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.hf import ModelDir, check_destination, open_model
 from cortiq_kernels.model.layout import plan_layout
+from cortiq_kernels.recipes.checkpoint_dir import checkpoint_path
 from cortiq_kernels.recipes.errors import need
 from cortiq_kernels.recipes.heal_config import HealConfig
 from cortiq_kernels.recipes.inputs import Joined, check_same_tokens, geometry_summary, layer_parameters, load_for
 from cortiq_kernels.recipes.outputs import check_files
 from cortiq_kernels.recipes.prefix import PrefixPlan, plan_prefix
+from cortiq_kernels.recipes.resume import check_room, find_checkpoint, output_is_done, same_prefix
 from cortiq_kernels.recipes.schedule import total_steps
 from cortiq_kernels.recipes.target_dir import check_target_directory, held_bytes, target_directory
 from cortiq_kernels.recipes.target_file import file_bytes
@@ -33,7 +35,8 @@ HOST_SHARE = 0.3  # of the host memory available, for the prefix cache, and agai
 @dataclass(frozen=True)
 class HealPlan:
     """Opened inputs and decisions. `per_epoch` is steps a pass (the last one may have fewer micro-batches), `steps`
-    is T, `rows` the scored rows of each of `batches`, `target_room` the host bytes that targets may take in memory.
+    is T, `rows` the scored rows of each of `batches`, `target_room` the host bytes that targets may take in memory,
+    `checkpoint` the state of an earlier run to go on from.
     """
 
     cfg: HealConfig
@@ -51,6 +54,7 @@ class HealPlan:
     rows: list[int]
     target_room: int
     notes: list[str]
+    checkpoint: dict[str, Any] | None = None
 
     @property
     def batches(self) -> Joined[Batch]:
@@ -101,9 +105,16 @@ class HealPlan:
             "targets": self._where_targets(),
             "prefix": self.prefix.reason if self.prefix else "no frozen layers",
             "memory": self.memory(),
+            "checkpoint": self._where_checkpoint(),
             "out": str(cfg.out),
             "notes": self.notes,
         }
+
+    def _where_checkpoint(self) -> str:
+        place = f"every {self.cfg.checkpoint_every} in {checkpoint_path(self.cfg.out)}"
+        if self.checkpoint is not None:
+            return f"goes on after step {self.checkpoint['step']}; {place}"
+        return "none" if self.cfg.checkpoint_every == "off" else place
 
     def _where_targets(self) -> str:
         if self.teacher is None:
@@ -138,7 +149,9 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
     dtype = backend.pick_dtype(cfg.dtype, device.device)
     student = open_model(cfg.student)
     g = student.geometry
-    check_destination(student.path, cfg.out, student.total_bytes(), [cfg.teacher] if cfg.teacher else [])
+    done = output_is_done(cfg)
+    if not done:
+        check_destination(student.path, cfg.out, student.total_bytes(), [cfg.teacher] if cfg.teacher else [])
     check_files("heal", cfg)
     last = g.n_layers - 1
     need(cfg.train_from <= last, "heal: train_from", cfg.train_from, f"0 .. {last} (layers)", "Set --train-from.")
@@ -162,13 +175,13 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
         notes.append("ce is 1: the teacher is not opened")
     host = int(HOST_SHARE * backend.host_free_bytes())
     topk = asked_topk(cfg.topk, cfg.alpha, g.vocab)
-    rows = [b.n_scored for b in Joined(train, val)]
+    rows, beside = [b.n_scored for b in Joined(train, val)], 0
     if teacher is not None:
         need(cfg.topk <= g.vocab, "heal: topk", cfg.topk, f"1 .. {g.vocab} (the vocabulary)", "Set --topk.")
         size = file_bytes(rows, topk)
         check_target_directory(cfg, size)
         if cfg.targets is None:  # they lie beside the output while it is made
-            check_destination(student.path, cfg.out, student.total_bytes() + max(0, size - held_bytes(cfg)))
+            beside = max(0, size - held_bytes(cfg))
     prefix = None
     if cfg.train_from > 0:
         prefix = plan_prefix(len(train) + len(val), cfg.batch * cfg.window, g.hidden, dtype.dtype, host)
@@ -183,7 +196,10 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
         least <= memory["free"], "heal: memory", f"a plan that needs at least {least / 2**30:.1f} GiB",
         f"at most the {memory['free'] / 2**30:.1f} GiB that are free on {device.device}", "Lower --batch or --window.",
     )  # fmt: skip
-    return plan
+    if not done:
+        check_room(plan, beside)
+    state = find_checkpoint(plan)
+    return plan if state is None else replace(plan, checkpoint=state, prefix=same_prefix(prefix, state, dtype.dtype))
 
 
 def trained_parameters(g: Geometry, train: str, train_from: int) -> int:

@@ -10,12 +10,19 @@ from typing import Any
 from cortiq_kernels import backend
 from cortiq_kernels.model.hf import ModelDir
 
+#: settings that say where a run puts things and how it is carried out, and have no part in what it computes
+RUN_SETTINGS = frozenset({"out", "log", "targets", "resume", "checkpoint_every"})
+
 
 def provenance(recipe: str, cfg: Any, *, model: ModelDir, data_hash: str, **results: Any) -> dict[str, Any]:
-    """JSON-able: the recipe, every setting, the model it started from, the data's hash, versions, and `results`."""
+    """JSON-able: the recipe, its settings, the model it started from, the data's hash, versions, and `results`.
+
+    The same work gives the same bytes wherever it is written and however often it was interrupted: no times, and
+    none of `RUN_SETTINGS`.
+    """
     return {
         "recipe": recipe,
-        "settings": settings(cfg),
+        "settings": {k: v for k, v in settings(cfg).items() if k not in RUN_SETTINGS},
         "model": str(model.path),
         "data_sha256": data_hash,
         "versions": backend.versions(),

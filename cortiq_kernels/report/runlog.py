@@ -2,7 +2,7 @@
 
 Every line has "event" and "time" (seconds since 1970); the rest depends on the event:
 
-    start   version, recipe, settings                     first line
+    start   version, versions, recipe, settings           first line
     plan    everything that was decided, with reasons
     note    text: something worth knowing about the data or a decision
     step    step, of, loss, loss_name, norm, rate, seconds, tokens_per_s, left_s, skipped
@@ -14,7 +14,9 @@ Every line has "event" and "time" (seconds since 1970); the rest depends on the 
     done    the report                                    last line of a run that ended well
     error   text                                          last line of one that did not
 
-Numbers that JSON lacks (NaN, infinity) are null. Progress within a phase ("tick") is for the eye and not logged.
+Numbers that JSON lacks (NaN, infinity) are null. Not logged: progress within a phase ("tick"), the writing of
+checkpoints ("checkpoint"), and what a resumed run says again ("again" is true). So the log of a run that was stopped
+and resumed is that of one that was not, apart from times.
 """
 
 from __future__ import annotations
@@ -22,33 +24,67 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+UNLOGGED = ("tick", "checkpoint", "resume")
+
+
+class LogError(ValueError):
+    """A file that is no run log: one line with what, got, expected and how to fix it."""
+
 
 class RunLog:
     """Writes events to `path`. The file is created by the first event, so a refused run leaves none.
 
-    Use as a context manager; an instance is a `progress` function of a recipe's `run`.
+    Event "resume" (log, lines) goes on with the earlier log when that is the same file: what it holds beyond `lines`
+    events was written after the checkpoint and is cut off. Use as a context manager; an instance is a `progress`
+    function of a recipe's `run`.
     """
 
     def __init__(self, path: str | Path, first: dict[str, Any] | None = None):
         self.path = Path(path)
         self._first = first
+        self._again = True  # what was said before belongs into a new file
         self._file: IO[str] | None = None
 
     def __call__(self, event: dict[str, Any]) -> None:
         """Write one event, on the disk when this returns (bar a crash of the machine)."""
-        if event.get("event") == "tick":
+        kind = event["event"]
+        if kind == "resume":
+            self._continue(event)
+        elif kind == "checkpoint" and self._file is not None:
+            with contextlib.suppress(OSError):  # a pipe, say
+                os.fsync(self._file.fileno())  # a checkpoint is never ahead of the log
+        if not is_logged(event) and not (event.get("again") and self._again and kind not in UNLOGGED):
             return
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 - see close()
             if self._first is not None:
                 self._line({"event": "start", **self._first})
         self._line(event)
+
+    def _continue(self, event: dict[str, Any]) -> None:
+        """Go on with the file as it was when the checkpoint was written: its start and `lines` events. A log with fewer
+        (copied, or cut) is kept as far as it goes.
+        """
+        if event.get("log") != os.path.realpath(self.path) or not self.path.is_file():
+            return
+        left = event["lines"] + (self._first is not None)
+        with open(self.path, "r+b") as f:
+            end = 0
+            for line in f:
+                if not left or not line.endswith(b"\n"):
+                    break
+                end, left = end + len(line), left - 1
+            f.truncate(end)
+        if end:
+            self._again = False
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - see close()
 
     def error(self, text: str) -> None:
         """The last line of a run that failed; nothing when the run was refused before it began."""
@@ -82,10 +118,31 @@ class RunLog:
         self._file.flush()
 
 
+def is_logged(event: dict[str, Any]) -> bool:
+    """Whether an event is a line of the log of a run."""
+    return event["event"] not in UNLOGGED and not event.get("again")
+
+
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """Events of a run log; a last line cut off by a kill is left out."""
-    text = Path(path).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+    """Events of a run log; a last line cut off by a kill is left out. LogError for a file that is no run log."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8", "replace")
+    except OSError as e:
+        got = f"a file that cannot be read ({e.strerror})"
+        raise LogError(f"{path}: got {got}; expected a run log. Name another file.") from None
+    events = []
+    for n, line in enumerate(text.split("\n")[:-1], 1):
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            event = None
+        if not isinstance(event, dict) or "event" not in event:
+            got = f"line {n}, {line[:40]!r}"
+            raise LogError(f"{path}: got {got}; expected a run log (JSON objects with \"event\"). Name another file.")
+        events.append(event)
+    if not events:
+        raise LogError(f"{path}: got no whole line; expected a run log. Name another file.")
+    return events
 
 
 def finite(value: Any) -> Any:

@@ -9,7 +9,7 @@ host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -131,6 +131,36 @@ class Trainer:
         """Waits for the device; the loss of the last step and the counters."""
         s = self.state.read()
         return StepStats(float(self.loss), s.norm, s.ok, s.step, s.skipped, s.in_row, s.scale)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the next step depends on, besides `counters`: the flat masters and moments, as they lie on the device
+        (not copies). The working copies follow from the masters; gradients are written anew by every step."""
+        t = self.weights.trained
+        assert t is not None
+        return {"master": t.master, "m": t.m, "v": t.v}
+
+    def counters(self) -> dict[str, int | float]:
+        """Waits for the device: accepted and skipped steps, skipped in a row, loss scale. JSON keeps them exactly."""
+        s = self.state.read()
+        return {"step": s.step, "skipped": s.skipped, "in_row": s.in_row, "scale": s.scale}
+
+    def restore(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int | float]) -> None:
+        """Go on where `tensors` and `counters` of another trainer of the same settings were taken, bit for bit.
+        ValueError for tensors of another length or dtype."""
+        t = self.weights.trained
+        assert t is not None
+        for name, mine in self.tensors().items():
+            given = tensors[name]
+            if given.shape != mine.shape or given.dtype != mine.dtype:
+                raise ValueError(
+                    f"Trainer.restore: {name}: got {list(given.shape)} {given.dtype}; "
+                    f"expected {list(mine.shape)} {mine.dtype}; restore into a trainer of the same settings"
+                )
+        self.weights.load_state(tensors["master"])
+        t.m.copy_(tensors["m"])
+        t.v.copy_(tensors["v"])
+        for name in ("step", "skipped", "in_row", "scale"):
+            getattr(self.state, name).fill_(counters[name])
 
 
 @dataclass

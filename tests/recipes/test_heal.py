@@ -11,7 +11,7 @@ import torch
 from cortiq_kernels.model.geometry import ModelError
 from cortiq_kernels.model.hf import open_model
 from cortiq_kernels.model.weights import Weights
-from cortiq_kernels.recipes import heal, heal_plan
+from cortiq_kernels.recipes import heal, heal_loop, heal_plan
 from cortiq_kernels.recipes.errors import InputError, TrainingFailed
 from cortiq_kernels.recipes.heal_config import HealConfig
 from cortiq_kernels.recipes.targets import TrueTokens
@@ -112,7 +112,7 @@ def test_accumulated_micro_batches_are_one_big_batch(cfg, build):
         plan = heal_plan.plan_heal(one)
         weights = Weights.load(plan.student, dtype=torch.float64, train="layers")
         trainer = Trainer(weights, plan.n, one.window)
-        feed = heal.Feed(plan, TrueTokens(plan.batches), None)
+        feed = heal_loop.Feed(plan, TrueTokens(plan.batches), None)
         loss = float(trainer.gradients([feed[i] for i in range(accumulate)]))
         seen[accumulate] = loss, weights.trained.grad.clone()
     assert seen[2][0] == pytest.approx(seen[1][0], rel=1e-12)
@@ -123,10 +123,11 @@ def test_last_partial_group_is_used(cfg):
     plan = heal_plan.plan_heal(dataclasses.replace(cfg, batch=1, accumulate=4, epochs=1))
     assert len(plan.train) % 4, "the case needs a remainder"
     assert plan.steps == -(-len(plan.train) // 4)
-    loop = heal._Loop.__new__(heal._Loop)
-    loop.plan, loop.cfg = plan, plan.cfg
-    groups = loop.groups()
-    first_pass = [next(groups) for _ in range(plan.per_epoch)]
+    groups = heal_loop.Groups(len(plan.train), plan.cfg.accumulate, plan.cfg.seed)
+    first_pass = []
+    for _ in range(plan.per_epoch):
+        first_pass.append(groups.next())
+        groups.advance()
     assert sorted(i for g in first_pass for i in g) == list(range(len(plan.train)))
     assert len(first_pass[-1]) == len(plan.train) % 4
 
@@ -140,27 +141,19 @@ def test_untouched_student_is_a_candidate(cfg, build):
 
 def test_nonfinite_step_changes_no_byte_and_is_not_counted(cfg, monkeypatch):
     """A planted inf in the gradient: no bit of masters and moments changes; the next batch follows."""
-    real, calls, checked = Trainer.step, [], []
+    real, calls, checked = Trainer.apply, [], []
 
-    def step(self, micros, rate, **kw):
+    def apply(self, rate, **kw):
         t = self.weights.trained
         calls.append(rate)
         if len(calls) != 3:
-            return real(self, micros, rate, **kw)
+            return real(self, rate, **kw)
         before = [x.clone() for x in (t.master, t.m, t.v)]
-        gradients = Trainer.gradients
-
-        def planted(*a, **k):
-            loss = gradients(self, *a, **k)
-            t.grad[7] = float("inf")
-            return loss
-
-        self.gradients = planted
-        real(self, micros, rate, **kw)
-        del self.gradients
+        t.grad[7] = float("inf")
+        real(self, rate, **kw)
         checked.append(all(torch.equal(a, b) for a, b in zip(before, (t.master, t.m, t.v), strict=True)))
 
-    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(Trainer, "apply", apply)
     report, events = events_of(dataclasses.replace(cfg, epochs=1))
     assert checked == [True]
     assert report.skipped == 1 and len(calls) == report.steps + 1

@@ -1,0 +1,253 @@
+"""The training of a heal: T accepted steps, held-out losses, and checkpoints that it goes on from bit for bit.
+
+Between two steps everything that the rest depends on is in `Loop.state` and `Loop.tensors`. A signal may end a run at
+any moment: what changes that state (the update of a step with its counters and events; what an evaluation adds) is
+shielded and happens as a whole, so the state is always one that an uninterrupted run passes through.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cortiq_kernels import backend
+from cortiq_kernels.data.order import HEAL_SEED, Shuffler
+from cortiq_kernels.model.weights import Weights
+from cortiq_kernels.recipes.checkpoint import Best
+from cortiq_kernels.recipes.errors import TrainingFailed
+from cortiq_kernels.recipes.heal_plan import HealPlan
+from cortiq_kernels.recipes.heal_targets import HealTargets
+from cortiq_kernels.recipes.logged import Logged
+from cortiq_kernels.recipes.prefix import PrefixCache
+from cortiq_kernels.recipes.saver import Saver
+from cortiq_kernels.recipes.schedule import cosine_rate, genesis_factor, genesis_from, genesis_rate
+from cortiq_kernels.recipes.stopping import check, shielded
+from cortiq_kernels.step import Evaluator, Micro, StepStats, Trainer
+from cortiq_kernels.step.loss import pad_rows
+from cortiq_kernels.step.update import AdamOptions
+
+F16_LOSS_SCALE = 4096.0
+MAX_SKIPS_IN_ROW = 20
+ROW_MULTIPLE = 512  # scored rows of a batch on a GPU are padded to this
+
+
+class Feed:
+    """`feed[i]`: batch i of the plan (train, then val) with its targets and prefix stream, on the device."""
+
+    def __init__(self, plan: HealPlan, targets: HealTargets, prefix: PrefixCache | None):
+        self.batches, self.targets, self.prefix = plan.batches, targets, prefix
+        self.device, self.dtype = plan.device.device, plan.dtype.dtype
+
+    def __getitem__(self, i: int) -> Micro:
+        x = None
+        if self.prefix is not None:
+            x = self.prefix[i].to(self.device, non_blocking=True).to(self.dtype)
+        batch, targets = self.batches[i], self.targets[i]
+        if self.device.type == "cuda":
+            batch, targets = pad_rows(batch, targets, ROW_MULTIPLE)
+        return Micro(batch.to(self.device, non_blocking=True), targets.to(self.device), x)
+
+
+class Groups:
+    """Train batches of one step after another: each pass in its own order, its last step with what is left.
+
+    `next` looks, `advance` moves on; `state` is JSON-able, and `Groups.resumed` continues from it inside a pass.
+    """
+
+    def __init__(self, n: int, accumulate: int, seed: int):
+        self._order, self._accumulate = Shuffler(n, HEAL_SEED ^ seed), accumulate
+        self._pass, self._at = self._order.next_pass(), 0
+
+    def next(self) -> list[int]:
+        """The batches of the coming step."""
+        return self._pass[self._at : self._at + self._accumulate]
+
+    def advance(self) -> None:
+        """The coming step is done, whether it was accepted or not."""
+        self._at += self._accumulate
+        if self._at >= len(self._pass):
+            self._pass, self._at = self._order.next_pass(), 0
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands."""
+        return {"order": self._order.state(), "at": self._at}
+
+    @classmethod
+    def resumed(cls, state: Mapping[str, Any], accumulate: int) -> Groups:
+        """Goes on where `state` was taken."""
+        groups = cls.__new__(cls)
+        groups._order, groups._accumulate = Shuffler.from_state(state["order"]), accumulate
+        groups._pass, groups._at = groups._order.order, int(state["at"])
+        return groups
+
+
+class Loop:
+    """Training: what its steps and evaluations share, and how far it is.
+
+    `done` accepted steps; `best` weights so far; `evaluations` (step, loss); the rest is for the report.
+    """
+
+    def __init__(self, plan: HealPlan, weights: Weights, feed: Feed | None, progress: Logged, saver: Saver):
+        cfg = plan.cfg
+        self.plan, self.cfg, self.weights, self.feed, self.progress = plan, cfg, weights, feed, progress
+        self.saver = saver
+        scale = F16_LOSS_SCALE if plan.dtype.dtype == torch.float16 else 1.0
+        options = AdamOptions(clip=cfg.clip, weight_decay=cfg.weight_decay)
+        self.trainer = Trainer(weights, plan.n, cfg.window, options, loss_scale=scale)
+        self.evaluator = Evaluator(weights, plan.n, cfg.window, self.trainer.buffers)
+        self.groups = Groups(len(plan.train), cfg.accumulate, cfg.seed)
+        self.best = Best()
+        self.evaluations: list[tuple[int, float]] = []
+        self.done = 0
+        self.step_seconds = 0.0
+        self.tokens = 0
+        self.skipped = 0
+        self._whole = True  # no half of a step or an evaluation in the state
+
+    def train(self) -> None:
+        """The accepted steps that are left, with evaluations and checkpoints; the best weights are in `best` then.
+
+        What stops it (a signal, or a disk that is full) finds the state saved, as far as that is possible.
+        """
+        self.saver.begin(self.done, self.skipped)
+        try:
+            while True:
+                if self._evaluation_is_due():
+                    self.evaluate()
+                if self.done == self.plan.steps:
+                    return
+                if self.saver.due(self.done, self.skipped):
+                    self.save()
+                self.step()
+                check()
+        except (KeyboardInterrupt, OSError):
+            if self._whole and self.done + self.skipped > 0:
+                self.save()
+            raise
+
+    def save(self, provenance: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint; with the output's `provenance` once training is over."""
+        self.saver.save(self.state(), self.tensors(over=provenance is not None), provenance)
+
+    def _evaluation_is_due(self) -> bool:
+        if self.evaluations and self.evaluations[-1][0] == self.done:
+            return False
+        return self.done % self.cfg.eval_every == 0 or self.done == self.plan.steps
+
+    def step(self) -> None:
+        """One step: accepted, or skipped with a report."""
+        assert self.feed is not None
+        began = time.perf_counter()
+        micros = [self.feed[i] for i in self.groups.next()]
+        rate, start, factor = self._rates(self.done + 1)
+        self.trainer.gradients(micros, from_layer=start)
+        with shielded():
+            self._whole = False
+            self.trainer.apply(rate, from_layer=start, factor=factor)
+            stats = self.trainer.read()
+            seconds = time.perf_counter() - began
+            self.groups.advance()
+            self.step_seconds += seconds
+            self.tokens += len(micros) * self.plan.n
+            self.skipped = stats.skipped
+            if stats.ok:
+                self.done += 1
+                self._report(stats, rate, seconds, len(micros) * self.plan.n)
+            else:
+                self._skip(stats)
+            self._whole = True
+
+    def _rates(self, d: int) -> tuple[float, int | None, Callable[[int], float] | None]:
+        """Of accepted step d: its rate, and where layers train at their own, the first of them and their factors."""
+        cfg = self.cfg
+        if not cfg.genesis:
+            return cosine_rate(cfg.lr, d, self.plan.steps, cfg.warm), None, None
+        epoch = (d - 1) // self.plan.per_epoch
+        start = genesis_from(epoch, self.weights.geometry.n_layers, cfg.train_from)
+        return genesis_rate(cfg.lr, d, self.plan.steps), start, lambda layer: genesis_factor(epoch, layer, start)
+
+    def evaluate(self) -> None:
+        """Held-out loss after the steps so far; keeps the weights when it is the best."""
+        assert self.feed is not None
+        feed, n_train, n_val = self.feed, len(self.plan.train), len(self.plan.val)
+        loss = self.evaluator.loss(feed[n_train + j] for j in range(n_val))
+        with shielded():
+            self._whole = False
+            self.evaluations.append((self.done, loss))
+            improved = self.best.offer(self.done, loss, self.weights)
+            self.progress({
+                "event": "eval", "step": self.done, "of": self.plan.steps, "loss": loss,
+                "loss_name": self.cfg.loss_name, "best": self.best.loss, "best_step": self.best.step,
+                "improved": improved,
+            })  # fmt: skip
+            self._whole = True
+
+    def _report(self, stats: StepStats, rate: float, seconds: float, tokens: int) -> None:
+        self.progress({
+            "event": "step", "step": self.done, "of": self.plan.steps, "loss": stats.loss,
+            "loss_name": self.cfg.loss_name, "norm": stats.norm, "rate": rate, "seconds": seconds,
+            "tokens_per_s": tokens / seconds,
+            "left_s": (self.plan.steps - self.done) * self.step_seconds / self.done, "skipped": stats.skipped,
+        })  # fmt: skip
+
+    def _skip(self, stats: StepStats) -> None:
+        """Report a skipped step, and give up when training does not recover."""
+        self.progress({
+            "event": "skip", "step": self.done + 1, "loss": stats.loss, "norm": stats.norm, "skipped": stats.skipped,
+            "in_row": stats.in_row, "scale": stats.scale,
+        })  # fmt: skip
+        in_all = max(MAX_SKIPS_IN_ROW, 0.05 * self.plan.steps)
+        if stats.in_row >= MAX_SKIPS_IN_ROW or stats.skipped > in_all:
+            raise TrainingFailed(
+                f"heal: got {stats.in_row} steps in a row ({stats.skipped} in all) with a loss or gradient that is not "
+                f"finite; expected fewer than {MAX_SKIPS_IN_ROW} in a row and at most {in_all:g} in all. Nothing was "
+                "written. Check the student's weights (cortiq score), lower --lr, or use --dtype bf16 or f32."
+            )
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able: all but the tensors. Waits for the device. Numbers that JSON lacks are text."""
+        return {
+            "step": self.done,
+            "of": self.plan.steps,
+            "counters": self.trainer.counters(),
+            "groups": self.groups.state(),
+            "best": {"step": self.best.step, "loss": _exact(self.best.loss)},
+            "evaluations": [[d, _exact(loss)] for d, loss in self.evaluations],
+            "step_seconds": self.step_seconds,
+            "tokens": self.tokens,
+            "lines": self.progress.lines,
+            "device": backend.describe(self.plan.device.device),
+        }
+
+    def tensors(self, over: bool = False) -> dict[str, Tensor]:
+        """The tensors of a checkpoint. The best weights are left out where they are in it anyway (the step's own), or
+        are the student's (step 0); once training is over they are all that matters.
+        """
+        best = {} if self.best.step in (0, -1) else {"best": self.best.state}
+        if over:
+            return best
+        return self.trainer.tensors() | ({} if self.best.step == self.done else best)
+
+    def resume(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint; `weights` hold the student's until now."""
+        step, loss = int(state["best"]["step"]), float(state["best"]["loss"])
+        if step >= 0:
+            kept = tensors.get("best", tensors.get("master")) if step else None
+            self.best = Best.kept(step, loss, kept if kept is not None else self.weights.state())
+        self.done = int(state["step"])
+        if "master" in tensors:
+            self.trainer.restore(tensors, state["counters"])
+        self.groups = Groups.resumed(state["groups"], self.cfg.accumulate)
+        self.evaluations = [(int(d), float(loss)) for d, loss in state["evaluations"]]
+        self.step_seconds, self.tokens = float(state["step_seconds"]), int(state["tokens"])
+        self.skipped = int(state["counters"]["skipped"])
+
+
+def _exact(x: float) -> float | str:
+    """A number that `float` reads back exactly, also where JSON has none."""
+    return x if math.isfinite(x) else str(x)

@@ -1,0 +1,155 @@
+"""When a heal may go on from a checkpoint: with the same models, the same data and the same settings.
+
+Where things are, how often a checkpoint is written and the device may change; everything that decides the result may
+not, and the refusal names the first setting that differs, with both values. Directories are compared by what is in them
+(`fingerprint`), so a run goes on when its files were copied elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cortiq_kernels import backend
+from cortiq_kernels.model.hf import ModelDir
+from cortiq_kernels.model.hf_read import CORTIQ
+from cortiq_kernels.model.layout import plan_layout
+from cortiq_kernels.model.weights import acc_dtype
+from cortiq_kernels.recipes.checkpoint_dir import CheckpointDir
+from cortiq_kernels.recipes.errors import need, refuse
+from cortiq_kernels.recipes.fingerprint import fingerprint
+from cortiq_kernels.recipes.heal_config import HealConfig
+from cortiq_kernels.recipes.interval import parse_interval
+from cortiq_kernels.recipes.prefix import PrefixPlan
+from cortiq_kernels.recipes.provenance import RUN_SETTINGS, settings
+
+if TYPE_CHECKING:
+    from cortiq_kernels.recipes.heal_plan import HealPlan
+
+STATE_TENSORS = 4  # master, two moments, and the best weights so far
+
+
+def identity(plan: HealPlan) -> dict[str, Any]:
+    """JSON-able: everything that decides what a heal computes, by the setting that a user would change."""
+    out = {k: v for k, v in settings(plan.cfg).items() if k not in RUN_SETTINGS and k != "device"}
+    out["student"] = _model(plan.student)
+    out["teacher"] = _model(plan.teacher) if plan.teacher else None
+    out["data"] = {"path": str(plan.cfg.data), "sha256": plan.dataset.data_hash, "tokens": plan.dataset.token_hash}
+    out["dtype"] = backend.dtype_name(plan.dtype.dtype)
+    return out
+
+
+def find_checkpoint(plan: HealPlan) -> dict[str, Any] | None:
+    """The state to go on from, or None for a fresh start. `InputError` for a checkpoint that nobody asked to resume, of
+    another run, or that cannot be used.
+    """
+    folder = CheckpointDir(plan.cfg.out)
+    state = folder.read()
+    if state is None:
+        return None
+    if not plan.cfg.resume:
+        raise refuse(
+            "heal: out", f"the checkpoint {str(folder.path)!r} of an unfinished run (step {state['step']} of "
+            f"{state['of']})", "none", "Add --resume to go on with it, or delete that directory to start afresh.",
+        )  # fmt: skip
+    now = identity(plan)
+    for name in [*now, *(k for k in state["identity"] if k not in now)]:
+        ours, theirs = now.get(name), state["identity"].get(name)
+        if _content(ours) != _content(theirs):
+            raise refuse(
+                f"heal: {name}", _words(ours), f"{_words(theirs)}, as in the checkpoint {str(folder.path)!r}",
+                "Give the settings of the run that is to go on, or delete that directory to start afresh.",
+            )  # fmt: skip
+    return state
+
+
+def output_is_done(cfg: HealConfig) -> bool:
+    """Whether the output is there, written by the run whose checkpoint is still there too: the run was killed between
+    the two. Only looked at with `resume`.
+    """
+    if not cfg.resume:
+        return False
+    state = CheckpointDir(cfg.out).read()
+    if state is None or state["provenance"] is None:
+        return False
+    try:
+        found = json.loads((Path(os.path.realpath(cfg.out)) / CORTIQ).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("provenance") == state["provenance"]
+
+
+def checkpoint_bytes(plan: HealPlan) -> int:
+    """Most bytes that one checkpoint takes; 0 when none is written."""
+    cfg = plan.cfg
+    if parse_interval(cfg.checkpoint_every).never:
+        return 0
+    layout = plan_layout(plan.student.geometry, train=cfg.train, train_from=cfg.train_from)
+    return STATE_TENSORS * layout.trained_numel * acc_dtype(plan.dtype.dtype).itemsize
+
+
+def check_room(plan: HealPlan, targets: int = 0) -> None:
+    """Refuse a run for which the disk of its output is too small: `targets` bytes beside the output, and the larger of
+    two checkpoints (the next one is written before the last goes) and of a checkpoint with the output.
+    """
+    one, out = checkpoint_bytes(plan), plan.student.total_bytes()
+    folder = CheckpointDir(plan.cfg.out)
+    parent = next(p for p in folder.path.parents if p.exists())
+    free = shutil.disk_usage(parent).free + folder.nbytes()
+    want = targets + one + max(one, out)
+    parts = [f"{_size(out)} output", f"{_size(one)} a checkpoint, of which there are two for a moment"]
+    parts += [f"{_size(targets)} teacher targets"] if targets else []
+    need(
+        free >= want, "heal: out", f"{_size(free)} free on {parent}",
+        f"at least {_size(want)} ({', '.join(parts)})",
+        "Free some space, choose another --out, or do without checkpoints (--checkpoint-every off).",
+    )  # fmt: skip
+
+
+def same_prefix(plan: PrefixPlan | None, state: Mapping[str, Any], working: torch.dtype) -> PrefixPlan | None:
+    """How a resumed run keeps the frozen layers' output: rounded as before, whatever memory is free now; where it was
+    exact, not rounded.
+    """
+    if plan is None:
+        return None
+    before, now = state["prefix"], rounding(plan, working)
+    if before == now:
+        return plan
+    dtype = getattr(torch, before) if before else None
+    how = f"kept in {before}" if before else "run in every step"
+    return dataclasses.replace(plan, dtype=dtype, reason=f"frozen layers: {how}, to go on bit for bit")
+
+
+def rounding(plan: PrefixPlan | None, working: torch.dtype) -> str | None:
+    """The dtype that the frozen layers' output is rounded to; None where it is exact."""
+    if plan is None or plan.dtype in (None, working):
+        return None
+    return str(plan.dtype).removeprefix("torch.")
+
+
+def _size(n: int) -> str:
+    return f"{n / 2**30:.1f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"
+
+
+def _model(model: ModelDir) -> dict[str, str]:
+    return {"path": str(model.path), "sha256": fingerprint(model)}
+
+
+def _content(value: Any) -> Any:
+    """What is compared: not where it lies."""
+    return {k: v for k, v in value.items() if k != "path"} if isinstance(value, dict) else value
+
+
+def _words(value: Any) -> str:
+    """A setting for people."""
+    if isinstance(value, dict):
+        hashes = ", ".join(f"{k} {v[:12]}" for k, v in value.items() if k != "path")
+        return f"{value.get('path')!r} ({hashes})"
+    return "none" if value is None else repr(value)
