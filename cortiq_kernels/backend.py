@@ -21,6 +21,10 @@ from cortiq_kernels._version import __version__
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
 
 
+class DeviceError(ValueError):
+    """A device or precision that was asked for and cannot be had: one line with what, got, expected and how to fix."""
+
+
 class DeviceChoice(NamedTuple):
     """A device and why it was taken."""
 
@@ -38,7 +42,7 @@ class DtypeChoice(NamedTuple):
 def pick_device(request: str = "auto") -> DeviceChoice:
     """The device to run on: "auto" (a GPU where there is one), "cpu", "cuda" (the current one) or "cuda:N".
 
-    Raises ValueError for anything else, and for a GPU that is not there, with the reason.
+    Raises DeviceError for anything else, and for a GPU that is not there, with the reason.
     """
     if request == "cpu":
         return DeviceChoice(torch.device("cpu"), "asked for")
@@ -49,13 +53,13 @@ def pick_device(request: str = "auto") -> DeviceChoice:
         return DeviceChoice(_cuda(torch.cuda.current_device()), f"a GPU is there: {torch.cuda.get_device_name()}")
     kind, _, number = request.partition(":")
     if kind != "cuda" or (number and not number.isdecimal()) or (":" in request and not number):
-        raise ValueError(f"device: got {request!r}; expected auto, cpu, cuda or cuda:N. Set --device.")
+        raise DeviceError(f"device: got {request!r}; expected auto, cpu, cuda or cuda:N. Set --device.")
     why = no_gpu_reason()
     if why:
-        raise ValueError(f"device: got {request!r} but {why}; expected a GPU. Use --device cpu, or auto.")
+        raise DeviceError(f"device: got {request!r} but {why}; expected a GPU. Use --device cpu, or auto.")
     index, count = int(number) if number else torch.cuda.current_device(), torch.cuda.device_count()
     if index >= count:
-        raise ValueError(
+        raise DeviceError(
             f"device: got {request!r} with {count} GPU(s) visible; expected cuda:0 .. cuda:{count - 1}. Set --device."
         )
     return DeviceChoice(_cuda(index), f"asked for: {torch.cuda.get_device_name(index)}")
@@ -64,7 +68,7 @@ def pick_device(request: str = "auto") -> DeviceChoice:
 def pick_dtype(request: str | None, device: torch.device) -> DtypeChoice:
     """The working dtype: "bf16", "f16", "f32", "f64", or None for the default (bf16 on a GPU, f32 on a CPU).
 
-    Raises ValueError for another name, and for 16 bit on a CPU.
+    Raises DeviceError for another name, and for 16 bit on a CPU.
     """
     gpu = device.type != "cpu"
     if request is None:
@@ -74,9 +78,9 @@ def pick_dtype(request: str | None, device: torch.device) -> DtypeChoice:
             else DtypeChoice(torch.float32, "the default on a CPU")
         )
     if request not in DTYPES:
-        raise ValueError(f"dtype: got {request!r}; expected one of {', '.join(DTYPES)}. Set --dtype.")
+        raise DeviceError(f"dtype: got {request!r}; expected one of {', '.join(DTYPES)}. Set --dtype.")
     if not gpu and request in ("bf16", "f16"):
-        raise ValueError(
+        raise DeviceError(
             f"dtype: got {request!r} on a CPU, where 16-bit products are emulated and slower than float32; "
             "expected f32 or f64. Leave --dtype out, or use a GPU."
         )

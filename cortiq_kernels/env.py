@@ -1,16 +1,17 @@
-"""What this machine offers and what the package will use: `python -m cortiq_kernels.env [--json]`.
+"""What this machine offers and what the package will use: `cortiq env [--json]`, or `python -m cortiq_kernels.env`.
 
 Prints versions, the GPU and its driver, whether the native module is there and why not, and for every op the backend
-that CPU and CUDA tensors get, with the reason.
+that CPU and CUDA tensors get, why, and what would change it.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import sys
 from typing import Any
+
+from cortiq_kernels.arguments import Parser
 
 OPS = (
     "add_rms_norm", "gdn_mixer", "attention_mixer", "swiglu_mlp", "linear", "head_topk_kl", "topk_softmax", "embedding",
@@ -41,15 +42,40 @@ def collect() -> dict[str, Any]:
 
 
 def _op(op: str, no_gpu: str | None, no_triton: str | None) -> dict[str, Any]:
-    """What tensors of either device get, and why."""
-    cuda = "torch"
-    if op in WITH_KERNELS:
-        cuda, reason = ("torch", no_triton) if no_triton else ("triton", "Triton kernels on CUDA; float64 takes torch")
-    elif op == "linear":
-        reason = "cuBLAS / BLAS through torch"
-    else:
-        reason = "explicit torch forward and backward; no kernel of our own yet"
-    return {"op": op, "cpu": "torch", "cuda": None if no_gpu else cuda, "reason": reason}
+    """What tensors of either device get, why, and what would change it. `cuda` is None where there is no GPU."""
+    cuda, reason, change = "torch", "explicit torch forward and backward", "nothing yet: it has no kernel of its own"
+    cpu_reason = reason
+    if op == "linear":
+        cpu_reason, reason = "BLAS through torch", "cuBLAS through torch"
+        change = "nothing: the vendor's matrix product is the choice"
+    elif op in WITH_KERNELS:
+        cpu_reason = "explicit torch forward and backward; kernels are for CUDA tensors"
+        if no_triton:
+            reason, change = f"its Triton kernels cannot run: {no_triton}", "triton"
+        else:
+            cuda, reason = "triton", "Triton kernels"
+            change = "float64 tensors take torch, and so does backend='torch'"
+    if no_gpu:
+        cuda_why = f"no GPU: {no_gpu}"
+        change = "a GPU: its tensors take Triton kernels" if op in WITH_KERNELS else change
+    return {
+        "op": op, "cpu": "torch", "cpu_reason": cpu_reason, "cuda": None if no_gpu else cuda,
+        "reason": cuda_why if no_gpu else reason, "change": change,
+    }  # fmt: skip
+
+
+def backends(device: str, dtype: str) -> dict[str, dict[str, str]]:
+    """Op -> {backend, reason} of a run on `device` ("cpu", "cuda:0 (...)") in `dtype` (bf16, f16, f32, f64)."""
+    from cortiq_kernels import backend
+    from cortiq_kernels.ops import triton_gate
+
+    found = {}
+    for o in (_op(op, backend.no_gpu_reason(), triton_gate.missing()) for op in OPS):
+        kind, why = (o["cpu"], o["cpu_reason"]) if device.startswith("cpu") else (o["cuda"] or "torch", o["reason"])
+        if kind == "triton" and dtype == "f64":
+            kind, why = "torch", "float64 is for exact runs, which the torch path does"
+        found[o["op"]] = {"backend": kind, "reason": why}
+    return found
 
 
 def _default(backend: Any) -> dict[str, str]:
@@ -76,15 +102,17 @@ def render(info: dict[str, Any]) -> str:
         f"{'native module':15} {'yes' if native['present'] else 'no'}: {native['reason']}",
         f"{'default':15} {d['device']} ({d['device_reason']}), {d['dtype']} ({d['dtype_reason']})",
         "",
-        f"{'op':16}{'CPU tensors':14}{'CUDA tensors':14}why",
+        f"{'op':16}{'CPU tensors':13}{'CUDA tensors':14}why; what would change it",
     ]
-    lines += [f"{o['op']:16}{o['cpu']:14}{o['cuda'] or 'no GPU':14}{o['reason']}" for o in info["ops"]]
+    for o in info["ops"]:
+        why = o["reason"] if o["cuda"] else o["cpu_reason"]
+        lines.append(f"{o['op']:16}{o['cpu']:13}{o['cuda'] or 'no GPU':14}{why}; {o['change']}")
     return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m cortiq_kernels.env", description=__doc__.split("\n")[0])
+    parser = Parser("cortiq env", "What this machine offers and what the package will use.")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     args = parser.parse_args(argv)
     info = collect()

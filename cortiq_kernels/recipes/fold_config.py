@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from cortiq_kernels.recipes.errors import need
+from cortiq_kernels.recipes.settings import check_values
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class FoldConfig:
 
     def check(self) -> None:
         """Refuse settings that no data or model could make right; raises `InputError`."""
+        check_values("fold", self)
         need(0 < self.keep <= 1, "fold: keep", self.keep, "a fraction in (0, 1]", "Set --keep, for instance 0.5.")
         for name, least in (("align", 1), ("window", 2), ("batch", 1)):
             value = getattr(self, name)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cortiq_kernels.recipes.errors import refuse
+from cortiq_kernels.report.page import MARK as PAGE_MARK
 
 
 def log_path(recipe: str, cfg: Any) -> Path | None:
@@ -22,6 +23,15 @@ def log_path(recipe: str, cfg: Any) -> Path | None:
     return cfg.out.absolute().with_name(cfg.out.absolute().name + ".log.jsonl")
 
 
+def page_path(log: Path) -> Path | None:
+    """Where the page (HTML) of a run goes: beside its log, OUT.html for OUT.log.jsonl and X.html for X.jsonl; nowhere
+    when the log is a device or a pipe.
+    """
+    if log.exists() and not log.is_file():
+        return None
+    return log.with_name(log.name.removesuffix(".jsonl").removesuffix(".log") + ".html")
+
+
 def check_files(recipe: str, cfg: Any) -> None:
     """Refuse, before any work, a run log or result file that would overwrite an input or get in the output's way.
 
@@ -31,21 +41,19 @@ def check_files(recipe: str, cfg: Any) -> None:
     given = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
     inputs = [p for name, v in given.items() if name not in ("out", "log") for p in _paths(v)]
     log = log_path(recipe, cfg)
-    files = {"log": log} if log is not None else {}
+    files = {"log": log, "page": page_path(log) if log is not None else None}
     folders = []
     if recipe == "score":
-        files |= {"out": cfg.out} if cfg.out is not None else {}
-        if log is not None and cfg.out is not None and _real(log) == _real(cfg.out):
-            raise refuse("score: log", repr(str(log)), "another file than --out", "Set --log.")
+        if cfg.out is not None and _real(cfg.out) in [_real(f) for f in files.values() if f is not None]:
+            raise refuse("score: log", repr(str(log)), "another file than --out, and another name", "Set --log.")
+        files["out"] = cfg.out
     else:
         folders.append(cfg.out)
     for name, file in files.items():
-        what, fix = f"{recipe}: {name}", f"Set --{name} to another place."
-        if file.is_dir():
-            raise refuse(what, f"the directory {str(file)!r}", "a file", fix)
-        parent = next(p for p in file.absolute().parents if p.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise refuse(what, f"{str(file)!r} below {str(parent)!r}", "a directory that can be written to", fix)
+        if file is None:
+            continue
+        what, fix = f"{recipe}: {name}", f"Set --{'log' if name == 'page' else name} to another place."
+        _check_place(what, file, fix)
         for place in inputs:
             if _inside(file, place):
                 raise refuse(what, repr(str(file)), f"a file that is not (in) the input {str(place)!r}", fix)
@@ -54,16 +62,39 @@ def check_files(recipe: str, cfg: Any) -> None:
                 raise refuse(what, repr(str(file)), f"a file outside --out {str(place)!r}", fix)
         if name == "log" and not _is_run_log(file):
             raise refuse(what, f"{str(file)!r}, which is no run log", "a new file, or an earlier run log", fix)
+        if name == "page":
+            check_page(what, file, fix)
+
+
+def check_page(what: str, file: Path, fix: str) -> None:
+    """Refuse a place for a run's page (HTML) that cannot be written, or that holds something else. `InputError`."""
+    _check_place(what, file, fix)
+    first = _start(file)
+    if first and PAGE_MARK.encode() not in first:
+        raise refuse(what, f"{str(file)!r}, which is no run's page", "a new file, or an earlier page", fix)
+
+
+def _check_place(what: str, file: Path, fix: str) -> None:
+    if file.is_dir():
+        raise refuse(what, f"the directory {str(file)!r}", "a file", fix)
+    parent = next(p for p in file.absolute().parents if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise refuse(what, f"{str(file)!r} below {str(parent)!r}", "a directory that can be written to", fix)
 
 
 def _is_run_log(file: Path) -> bool:
     """Whether a run log may take this file's place: it does not exist, is empty, or starts as a run log does."""
+    first = _start(file)
+    return not first or (first.startswith(b"{") and b'"event"' in first)
+
+
+def _start(file: Path) -> bytes:
+    """The first bytes of a file; none where it is absent or unreadable: the place is checked for being writable."""
     try:
         with open(file, "rb") as f:
-            first = f.read(256)
+            return f.read(256).strip()
     except OSError:
-        return True  # absent or unreadable: the place itself is checked for being writable
-    return not first.strip() or (first.startswith(b"{") and b'"event"' in first)
+        return b""
 
 
 def write_file(path: Path, text: str) -> None:

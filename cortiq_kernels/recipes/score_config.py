@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from cortiq_kernels.recipes.errors import need
+from cortiq_kernels.recipes.settings import check_values
 
 SPLITS = ("train", "val", "test")
 
@@ -42,6 +43,7 @@ class ScoreConfig:
 
     def check(self) -> None:
         """Refuse settings that no data or model could make right; raises `InputError`."""
+        check_values("score", self)
         need(len(self.models) > 0, "score: models", "none", "at least one model directory", "Set --models.")
         need(len(self.splits) > 0, "score: splits", "none", "some of train, val, test", "Set --splits.")
         for split in self.splits:

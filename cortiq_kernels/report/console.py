@@ -1,13 +1,25 @@
 """The live view of a run, on stderr: a progress bar on a terminal, plain lines anywhere else.
 
-Plain lines carry no carriage return and no escape sequence, and there are few of them: every evaluation and note,
-and of steps and ticks at most one each `every` seconds.
+Plain lines carry no control character, and there are few of them: of steps and ticks at most one each `every` seconds
+(and the last), of every other kind the first `MANY`; what runs longer than that gets a line of a kind for each further
+hundredth of its time. A run of a week stays below a thousand lines a kind.
 """
 
 from __future__ import annotations
 
+import os
 import time
+import unicodedata
+from collections.abc import Callable
 from typing import IO, Any
+
+MANY = 200
+CONTROL = ("Cc", "Zl", "Zp", "Cs")  # control characters, line and paragraph separators, lone surrogates
+
+
+def clean(text: str) -> str:
+    """`text` without control characters, which could move the cursor or start a line: \\x1b for an escape."""
+    return "".join(c if c == "\n" or unicodedata.category(c) not in CONTROL else repr(c)[1:-1] for c in text)
 
 
 def seconds(s: float) -> str:
@@ -28,6 +40,8 @@ def line(e: dict[str, Any]) -> str | None:
     kind = e["event"]
     if kind == "plan":
         return plan_line(e)
+    if kind == "resume":
+        return e["text"]
     if kind == "note":
         return f"note: {e['text']}"
     if kind == "tick":
@@ -64,9 +78,11 @@ def plan_line(e: dict[str, Any]) -> str:
 class PlainView:
     """Lines to a stream that is not a terminal."""
 
-    def __init__(self, stream: IO[str], every: float = 10.0):
-        self.stream, self.every = stream, every
-        self._last = 0.0
+    def __init__(self, stream: IO[str], every: float = 10.0, clock: Callable[[], float] = time.monotonic):
+        self.stream, self.every, self.clock = stream, every, clock
+        self._began = clock()
+        self._last: dict[str, float] = {}
+        self._shown: dict[str, int] = {}
 
     def __enter__(self) -> PlainView:
         return self
@@ -75,16 +91,26 @@ class PlainView:
         pass
 
     def __call__(self, e: dict[str, Any]) -> None:
-        """Show one event."""
-        if e["event"] in ("step", "tick"):
-            done = e.get("done", e.get("step"))
-            if time.monotonic() - self._last < self.every and done != e["of"]:
-                return
-            self._last = time.monotonic()
+        """Show one event, if its turn has come."""
         text = line(e)
-        if text is not None:
-            self.stream.write(text.replace("\r", " ").replace("\n", "; ") + "\n")
-            self.stream.flush()
+        if text is None or not self._turn(e):
+            return
+        self.stream.write(clean(text.replace("\n", "; ")) + "\n")
+        self.stream.flush()
+
+    def _turn(self, e: dict[str, Any]) -> bool:
+        kind, now = e["event"], self.clock()
+        frequent = kind in ("step", "tick")
+        wait = self.every if frequent else 0.0
+        shown = self._shown.get(kind, 0)
+        if shown >= MANY or frequent:
+            wait = max(wait, (now - self._began) / 100)
+        done = e.get("done", e.get("step"))
+        last = "of" in e and done == e["of"]
+        if not last and now - self._last.get(kind, float("-inf")) < wait:
+            return False
+        self._last[kind], self._shown[kind] = now, shown + 1
+        return True
 
 
 class LiveView:
@@ -123,7 +149,7 @@ class LiveView:
         else:
             text = line(e)
             if text is not None:
-                self.console.print(text, markup=False, soft_wrap=True)
+                self.console.print(clean(text), markup=False, soft_wrap=True)
 
     def _left(self, phase: str, done: int, of: int) -> float | None:
         now = time.monotonic()
@@ -141,5 +167,6 @@ class LiveView:
 
 
 def view_for(stream: IO[str]) -> PlainView | LiveView:
-    """The live view on a terminal, plain lines elsewhere."""
-    return LiveView(stream) if stream.isatty() else PlainView(stream)
+    """The live view on a terminal that can move its cursor, plain lines elsewhere."""
+    able = stream.isatty() and os.environ.get("TERM", "dumb").lower() not in ("", "dumb", "unknown")
+    return LiveView(stream) if able else PlainView(stream)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
-from cortiq_kernels.report.console import number, seconds
+from cortiq_kernels.report.console import clean, number, seconds
 
 
 def size(n: int) -> str:
@@ -52,8 +53,18 @@ def plan_text(plan: dict[str, Any]) -> str:
     lines.append(f"  {'precision':16}{plan['dtype']}: {plan['dtype_reason']}")
     memory = ", ".join(f"{k.replace('_', ' ')} {size(v)}" for k, v in plan["memory"].items())
     lines.append(f"  {'memory':16}{memory}")
+    if "backends" in plan:
+        lines += [f"  {'backend':16}{text}" for text in backend_text(plan["backends"])]
     lines += [f"  {'note':16}{note}" for note in plan["notes"]]
-    return "\n".join(lines)
+    return clean("\n".join(lines))
+
+
+def backend_text(backends: dict[str, dict[str, str]]) -> list[str]:
+    """A line for each backend and reason: `triton: head_topk_kl, topk_softmax (Triton kernels)`."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for op, b in backends.items():
+        groups.setdefault((b["backend"], b["reason"]), []).append(op)
+    return [f"{kind}: {', '.join(ops)} ({why})" for (kind, why), ops in groups.items()]
 
 
 def model_text(m: dict[str, Any]) -> str:
@@ -64,13 +75,13 @@ def model_text(m: dict[str, Any]) -> str:
     )
 
 
-def result_text(name: str, cfg: Any, report: dict[str, Any], log: str | None) -> str:
-    """The end of a run."""
+def result_text(name: str, cfg: Any, report: dict[str, Any], files: Sequence[str]) -> str:
+    """The end of a run; `files`: its log and page, where there are any."""
     lines = [f"note: {note}" for note in report["notes"]] if name == "fold" else []
     lines += {"heal": heal_lines, "score": score_lines, "fold": fold_lines}[name](cfg, report)
-    if log:
-        lines.insert(-1, f"run log: {log}")
-    return "\n".join(lines)
+    if files:
+        lines.insert(-1, f"run log: {', page: '.join(files)}")
+    return clean("\n".join(lines))
 
 
 def heal_lines(cfg: Any, r: dict[str, Any]) -> list[str]:

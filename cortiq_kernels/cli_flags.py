@@ -1,0 +1,151 @@
+"""Arguments of a recipe -> its config and the flags that every recipe has.
+
+tyro makes flags of the config's fields and writes the help. What it would refuse is found here first, so that a refusal
+is one line like every other: what, got, expected, how to fix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import re
+import typing
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cortiq_kernels.cli_config import read_toml
+from cortiq_kernels.recipes.errors import refuse
+from cortiq_kernels.recipes.settings import check_values, convert, flag_of, kinds, optional, required
+
+
+class Flags(NamedTuple):
+    """The flags that every recipe has; the order is that of the help."""
+
+    config: Path | None = None
+    print_config: bool = False
+    dry_run: bool = False
+    json: bool = False
+    quiet: bool = False
+
+
+_HELP = {
+    "config": "TOML file with any of these settings; flags override it",
+    "print_config": "print a TOML file of all settings, which --config takes, and stop",
+    "dry_run": "check everything, show sizes, memory, steps, device and backends, and stop",
+    "json": "print the result as one JSON object",
+    "quiet": "no progress on stderr",
+}
+
+
+def parse(name: str, config: type, args: list[str], recipes: Collection[str]) -> tuple[Any, Flags]:
+    """(config, flags) of a recipe's arguments; imports no torch.
+
+    SystemExit(0) for --help. InputError for everything that cannot be used, and for what `config.check` refuses.
+    """
+    import tyro
+
+    if not {"-h", "--help"} & set(args):
+        given = check_flags(name, config, args)
+        values = read_toml(Path(given["config"]) if "config" in given else None, name, config, recipes)
+        missing = [flag_of(f) for f in required(config) if f not in values and f not in given]
+        if missing:
+            fix = f"Give it, on the command line or with --config. See cortiq {name} --help."
+            raise refuse(f"cortiq {name}", f"no {' and no '.join(missing)}", "a value for each", fix)
+    else:
+        values = {}
+    without_prefix = typing.cast(Any, tyro.conf.OmitArgPrefixes)
+    missing_values = dict.fromkeys(required(config), tyro.MISSING)
+    fields: list[Any] = [
+        ("settings", without_prefix[config], dataclasses.field(default=config(**missing_values | values)))
+    ]
+    alone = typing.cast(Any, tyro.conf.FlagCreatePairsOff)  # no --no-json
+    for option, kind in kinds(Flags).items():
+        annotated = alone[typing.Annotated[typing.cast(Any, kind), tyro.conf.arg(help=_HELP[option])]]
+        fields.append((option, annotated, dataclasses.field(default=Flags._field_defaults[option])))
+    command = dataclasses.make_dataclass("Command", fields, frozen=True)
+    summary = (config.__doc__ or "").split("\n")[0]
+    with _errors_in_one_line(name):
+        parsed: Any = tyro.cli(command, prog=f"cortiq {name}", description=summary, args=args)
+    check_values(name, parsed.settings)
+    parsed.settings.check()
+    return parsed.settings, Flags(*(getattr(parsed, option) for option in Flags._fields))
+
+
+def check_flags(name: str, config: type, args: list[str]) -> dict[str, Any]:
+    """Field -> value of every flag in `args`, a field's last one where it is given twice.
+
+    Raises InputError for an unknown flag (with the nearest), a word that belongs to no flag, a value that is missing
+    or of the wrong kind, and for a list or --config given twice.
+    """
+    settings, common = kinds(config), kinds(Flags)
+    given: dict[str, Any] = {}
+    for flag, values in _words(name, args):
+        field, inline = _field(name, flag, {**settings, **common})
+        kind = optional({**settings, **common}[field])[0]
+        values = [*inline, *values]
+        if kind is bool:
+            if values:
+                off = f", or {flag_of('no_' + field)}" if field in settings else ""
+                raise refuse(flag_of(field), repr(values[0]), "no value", f"Write {flag_of(field)} alone{off}.")
+            given[field] = not flag.startswith("--no")
+            continue
+        listed = typing.get_origin(kind) is tuple
+        if not values:
+            raise refuse(flag_of(field), "no value", "one or more" if listed else "one", "Write it after the flag.")
+        if (listed or field == "config") and field in given:
+            raise refuse(flag_of(field), "the flag twice", "it once", "Write all values after one.")
+        if not listed and len(values) > 1:
+            fix = "Put a value with spaces in quotes; every other value follows its own flag."
+            raise refuse(f"cortiq {name}", repr(values[1]), f"a flag after {flag_of(field)} {values[0]}", fix)
+        fix = f"See cortiq {name} --help."
+        value = values if listed else values[0]
+        given[field] = convert(value, {**settings, **common}[field], flag_of(field), fix, text=True)
+    return given
+
+
+def _words(name: str, args: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """(flag, the words up to the next flag); a negative number is no flag."""
+    flag, values = "", []
+    for word in [*args, "--"]:
+        if not word.startswith("-") or word == "-" or re.match(r"-(\d|\.\d|inf|nan)", word.lower()):
+            if not flag:
+                fix = f"Values follow their flag. See cortiq {name} --help."
+                raise refuse(f"cortiq {name}", repr(word), "a flag", fix)
+            values.append(word)
+            continue
+        if flag:
+            yield flag, values
+        flag, values = word, []
+
+
+def _field(name: str, word: str, known: dict[str, Any]) -> tuple[str, list[str]]:
+    """(field, [value]) of `--flag=value`, (field, []) of `--flag`."""
+    flag, equals, value = word.partition("=")
+    field = flag.removeprefix("--").replace("-", "_")
+    inline = [value] if equals else []
+    if flag.startswith("--") and field in known:
+        return field, inline
+    positive = field.removeprefix("no_")
+    switch = positive in known and optional(known[positive])[0] is bool and positive not in Flags._fields
+    if flag.startswith("--no") and switch:
+        return positive, inline
+    near = difflib.get_close_matches(field.lstrip("_"), known, 1, 0.4)
+    fix = f"Did you mean {flag_of(near[0])}?" if near else f"See cortiq {name} --help."
+    raise refuse(f"cortiq {name}", repr(flag), f"a flag of {name}", fix)
+
+
+@contextlib.contextmanager
+def _errors_in_one_line(name: str) -> Iterator[None]:
+    """Within the context, what tyro prints in a box and exits with becomes one InputError; its help passes."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            yield
+    except SystemExit as e:
+        if not e.code:
+            raise
+        text = " ".join(re.sub(r"[─-╿]", " ", printed.getvalue()).split())
+        raise refuse(f"cortiq {name}", f"flags that cannot be used ({text})", "its flags", "See --help.") from None

@@ -1,0 +1,230 @@
+"""A run's page: its log as one HTML file that needs nothing else, and no network.
+
+Charts (inline SVG), what came out, every setting, the environment, the data and all notes. Light and dark follow the
+reader's system. The page is a function of the log alone: the same log gives the same bytes. It is well-formed XML, and
+every text of the log is escaped.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from cortiq_kernels.report.chart import Mark, bar_chart, line_chart
+from cortiq_kernels.report.console import number, seconds
+from cortiq_kernels.report.history import History
+from cortiq_kernels.report.results import count, size
+from cortiq_kernels.report.style import STYLE
+
+MARK = "<!DOCTYPE html><!-- cortiq run page -->"
+
+Row = Sequence[object]
+
+
+def page(events: Sequence[Mapping[str, Any]]) -> str:
+    """The page of a run's events (`runlog.read_log`), of any recipe, ended or not."""
+    h = History.of_events(events)
+    title = f"cortiq {h.recipe}"
+    out = h.plan.get("out") or h.settings.get("out")
+    body = [
+        f"<header><h1>{escape(title)}</h1>",
+        f"<p class='state {h.state}'>{escape(h.state_text)}</p>",
+        f"<p class='where'>{escape(str(out))}</p>" if out else "",
+        "</header>",
+        _facts(_headline(h)),
+        *{"heal": _heal, "fold": _fold, "score": _score}.get(h.recipe, lambda h: [])(h),
+        _notes(h.notes),
+        _section("Inputs", _table(("", ""), _inputs(h.plan))) if h.plan else "",
+        _section("Memory, as planned", _table(("part", "size"), [(_words(k), size(v)) for k, v in _memory(h.plan)])),
+        _section("Settings", _table(("setting", "value"), [(k, _text(v)) for k, v in h.settings.items()])),
+        _section("Environment", _table(("", ""), _environment(h))),
+    ]
+    head = (
+        '<head><meta charset="utf-8"/><meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\"/>"
+        f'<meta name="color-scheme" content="light dark"/><title>{escape(title)}</title><style>{STYLE}</style></head>'
+    )
+    parts = "\n".join(p for p in body if p)
+    return f'{MARK}\n<html lang="en">\n{head}\n<body><main>\n{parts}\n</main></body></html>\n'
+
+
+def _headline(h: History) -> list[Row]:
+    """The few figures that a reader looks for first."""
+    r = h.result
+    if h.recipe == "heal":
+        name = h.loss_name
+        first, best = h.evaluations[:1], h.best
+        return [
+            (f"held-out {name} before", number(first[0][1]) if first else "not measured"),
+            (f"best held-out {name}", f"{number(best[1])} after step {best[0]}" if best else "not measured"),
+            ("steps", f"{h.last_step} of {h.of}" + (f", {len(h.skips)} skipped" if h.skips else "")),
+            ("seconds a step", number(r["seconds_per_step"], 3) if r else _mean(h.seconds)),
+            ("tokens/s", f"{r['tokens_per_second']:,.0f}" if r else ""),
+            ("in all", seconds(r["seconds"]) if r else ""),
+        ]
+    if h.recipe == "fold" and r:
+        mean = sum(r["kept_energy"]) / len(r["kept_energy"])
+        return [
+            ("width", f"{max(r['width_before'])} to {r['width']}"),
+            ("parameters", f"{count(r['parameters_before'])} to {count(r['parameters_after'])}"),
+            ("kept energy", f"{mean:.1%} on average"),
+            ("in all", seconds(r["seconds"])),
+        ]
+    return []
+
+
+def _heal(h: History) -> list[str]:
+    name, best = h.loss_name, h.best
+    skipped = f"{len(h.skips)} skipped steps, marked at the bottom" if h.skips else ""
+    losses = [y for _, y in h.losses if math.isfinite(y)]
+    about = f"{name} of the batches of each step, {_span(losses)}."
+    charts = [
+        line_chart("loss", f"Training {name}", about, h.losses, last=h.of, unit=f"{name} (nat a token)"),
+        line_chart(
+            "held", f"Held-out {name}", f"{name} on the val records: {_evaluated(h)}.", h.evaluations, last=h.of,
+            unit=f"{name} (nat a token)", dots=True,
+            mark=Mark(*best, f"best: {number(best[1])} at step {best[0]}") if best else None,
+        ),
+        line_chart("rate", "Learning rate", f"The rate of each step, {_span([y for _, y in h.rates])}.", h.rates,
+                   last=h.of, unit="rate"),
+        line_chart(
+            "norm", "Gradient norm |g|", f"The global norm before clipping, {_span([y for _, y in h.norms])}; "
+            + (f"{skipped}." if skipped else "no step was skipped."), h.norms, last=h.of, unit="|g|",
+            ticks_at=[s["step"] for s in h.skips], ticks_text=skipped,
+        ),
+    ]  # fmt: skip
+    held = _table(("after step", f"held-out {name}"), [(f"{d:,}", number(y)) for d, y in h.evaluations])
+    out = [*charts, f"<details><summary>Held-out {escape(name)} as a table</summary>{held}</details>"]
+    if h.skips:
+        rows = [(s["step"], number(s["loss"]), number(s["norm"], 3), s.get("scale", "")) for s in h.skips[:200]]
+        table = _table(("at step", "loss", "|g|", "loss scale"), rows)
+        out.append(f"<details><summary>Skipped steps ({len(h.skips)})</summary>{table}</details>")
+    return out
+
+
+def _fold(h: History) -> list[str]:
+    bars = [(str(e["layer"]), float(e["kept_energy"])) for e in h.layers]
+    if not bars:
+        return []
+    low = min(bars, key=lambda b: b[1])
+    about = f"Share of each layer's energy that its kept neurons hold; least {low[1]:.1%}, in layer {low[0]}."
+    table = _table(("layer", "kept energy"), [(label, f"{v:.2%}") for label, v in bars])
+    return [bar_chart("energy", "Kept energy by layer", about, bars, "share"),
+            f"<details><summary>Kept energy as a table</summary>{table}</details>"]  # fmt: skip
+
+
+def _score(h: History) -> list[str]:
+    names = ("model", "split", "category", "NLL", "perplexity", "tokens", "records", "top-1 agreement", "KL to source")
+    rows = [
+        (
+            s["model"], s["split"], s["category"] or "all", number(s["nll"]), number(s["perplexity"], 3),
+            f"{s['count']:,}", f"{s['records']:,}", "" if s["agreement"] is None else f"{s['agreement']:.1%}",
+            "" if s["kl"] is None else number(s["kl"]),
+        )
+        for s in h.scores
+    ]  # fmt: skip
+    out = [_section("Scores", _table(names, rows))] if rows else []
+    speeds = h.result.get("tokens_per_s", {})
+    if speeds:
+        table = _table(("model", "tokens/s"), [(name, f"{v:,.0f}") for name, v in speeds.items()])
+        out.append(_section("Speed of the forward pass", table))
+    return out
+
+
+def _evaluated(h: History) -> str:
+    if not h.evaluations:
+        return "not measured"
+    first, last = h.evaluations[0], h.evaluations[-1]
+    text = f"{number(first[1])} after step {first[0]}, {number(last[1])} after step {last[0]}"
+    return text + (f", best {number(h.best[1])} after step {h.best[0]}" if h.best else "")
+
+
+def _span(values: Sequence[float]) -> str:
+    values = [v for v in values if math.isfinite(v)]
+    return f"from {values[0]:.4g} to {values[-1]:.4g}, between {min(values):.4g} and {max(values):.4g}" if values else (
+        "never measured"
+    )  # fmt: skip
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{sum(values) / len(values):.3f}" if values else ""
+
+
+def _inputs(plan: Mapping[str, Any]) -> list[Row]:
+    models = {k: plan[k] for k in ("student", "teacher", "model") if plan.get(k)} | dict(plan.get("models", {}))
+    rows: list[Row] = []
+    for name, m in models.items():
+        text = f"{m['path']} ({m['layers']} layers, hidden {m['hidden']}, {count(m['parameters'])} parameters)"
+        rows.append((name, text))
+    data = plan.get("data", {})
+    rows += [(f"data: {_words(k)}", _text(v)) for k, v in data.items()]
+    return rows + [(_words(k), _text(plan[k])) for k in _PLANNED if k in plan]
+
+
+_PLANNED = ("loss", "topk", "trained_parameters", "steps", "steps_per_epoch", "tokens_per_step", "prefix", "width")
+
+
+def _memory(plan: Mapping[str, Any]) -> list[tuple[str, int]]:
+    return [(k, v) for k, v in plan.get("memory", {}).items() if isinstance(v, int) and v]
+
+
+def _environment(h: History) -> list[Row]:
+    """Device, precision, versions and times."""
+    rows: list[Row] = []
+    for k in ("device", "dtype"):
+        if k in h.plan:
+            rows.append((k, f"{h.plan[k]} ({h.plan.get(k + '_reason', '')})"))
+    rows += [(k, _text(v)) for k, v in h.versions.items()]
+    if h.result.get("peak_device_bytes"):
+        rows.append(("peak device memory", size(h.result["peak_device_bytes"])))
+    rows += [(what, _utc(t)) for what, t in (("began", h.began), ("ended", h.ended)) if t is not None]
+    return rows
+
+
+def _utc(t: float) -> str:
+    return datetime.datetime.fromtimestamp(t, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _notes(notes: Iterable[str]) -> str:
+    items = "".join(f"<li>{escape(n)}</li>" for n in notes)
+    return f"<section><h2>Notes</h2><ul>{items}</ul></section>" if items else ""
+
+
+def _facts(rows: Sequence[Row]) -> str:
+    items = "".join(f"<div><dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd></div>" for k, v in rows if v != "")
+    return f"<dl>{items}</dl>" if items else ""
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
+
+
+def _table(head: Sequence[str], rows: Sequence[Row]) -> str:
+    """Rows whose first cell names them; no column heads when they are all empty."""
+    if not rows:
+        return ""
+    names = "".join(f'<th scope="col">{escape(h)}</th>' for h in head)
+    top = f"<thead><tr>{names}</tr></thead>" if any(head) else ""
+    lines = []
+    for first, *rest in rows:
+        cells = "".join(f"<td>{escape(str(c))}</td>" for c in rest)
+        lines.append(f'<tr><th scope="row">{escape(str(first))}</th>{cells}</tr>')
+    return f"<div class='scroll'><table>{top}<tbody>{''.join(lines)}</tbody></table></div>"
+
+
+def _words(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def _text(value: object) -> str:
+    """A setting or count for people."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{v} {_words(str(k))}" for k, v in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "not set" if value is None else str(value)
