@@ -8,6 +8,7 @@ from typing import Literal
 
 from cortiq_kernels.recipes.errors import need, refuse
 from cortiq_kernels.recipes.interval import parse_interval
+from cortiq_kernels.recipes.settings import check_values
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class HealConfig:
 
     def check(self) -> None:
         """Refuse settings that no data or model could make right; raises `InputError`."""
+        check_values("heal", self)
         for name, least in (
             ("topk", 1),
             ("window", 2),
