@@ -1,6 +1,6 @@
 # Every target sets up what it needs in $(VENV) on first use; a second run starts at once and needs no network.
 #
-#   make demo | test | lint | bench | venv | clean | help
+#   make demo | test | fuzz | lint | bench | venv | clean | help
 #
 # Overrides:  PYTHON=python3.12   the interpreter that creates the environment (3.10 or newer)
 #             VENV=/some/where    the environment; one that exists already is kept, its torch too if it is recent enough
@@ -21,11 +21,12 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP       := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench clean
+.PHONY: help venv demo test fuzz lint bench clean
 
 help:
 	@echo "make demo    fold the small model that ships here, heal it, score it (minutes on two CPU cores)"
 	@echo "make test    the CPU tests; with a GPU: $(PY) -m pytest -m gpu"
+	@echo "make fuzz    1,000 damaged input files of each kind (CASES=, SEED=)"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   every op: correctness gate, then its speed (small shapes where there is no GPU)"
 	@echo "make venv    only the set-up, in $(VENV)"
@@ -42,6 +43,14 @@ test: $(DEV_READY)
 	  echo "tests under TRITON_INTERPRET=1"; \
 	  TRITON_INTERPRET=1 $(PY) -m pytest -m interpret $(ARGS) || [ $$? -eq 5 ]; \
 	fi
+
+# A new seed each time, printed; the same one makes the same cases again. make test runs a few cases, always the same.
+CASES ?= 1000
+SEED  := $(or $(SEED),$(shell date +%s))
+
+fuzz: $(DEV_READY)
+	@echo "CORTIQ_FUZZ_SEED=$(SEED) CORTIQ_FUZZ_CASES=$(CASES)"
+	CORTIQ_FUZZ_SEED=$(SEED) CORTIQ_FUZZ_CASES=$(CASES) $(PY) -m pytest -m fuzz -rA tests/fuzz $(ARGS)
 
 lint: $(DEV_READY)
 	$(PY) -m ruff check .

@@ -25,10 +25,15 @@ import numpy as np
 from tokenizers import Encoding
 
 from cortiq_kernels.data.examples import Example, Problem
+from cortiq_kernels.data.record import DataError
 from cortiq_kernels.data.template import TemplateFailure, content_text, is_empty_reply
 from cortiq_kernels.data.tokens import Tokenizer
 
 LOSS_ON = ("completion", "all")
+
+
+class NoTokenizer(DataError):
+    """Records of text, and no tokenizer: no line's fault."""
 
 
 class Encoded(NamedTuple):
@@ -78,7 +83,10 @@ def _job(example: Example, tokenizer: Tokenizer | None, loss_on: str) -> _Job | 
     if example.kind == "ids":
         return None
     if tokenizer is None:
-        raise Problem('is text, and there is no tokenizer; expected {"ids", "first_target"}, or a model directory')
+        raise NoTokenizer(
+            f'line {example.line}: is text, and there is no tokenizer; expected {{"ids", "first_target"}}, or a model '
+            "directory with a tokenizer.json"
+        )
     if example.kind == "text":
         return _Job(content["text"])
     if example.kind == "completion":

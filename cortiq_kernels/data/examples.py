@@ -74,7 +74,8 @@ def parse(row: Row) -> Example:
     category = fields.get("category")
     if category is not None and not isinstance(category, str):
         raise Problem(f'"category" is {shown(category)}; expected a string')
-    _check_text("rid", rid)
+    for name, text in (("rid", rid), ("category", category or ""), *(("field name", k) for k in fields)):
+        _check_text(name, text)
     content = _CHECKS[kind](fields)
     return Example(row.line, rid, split or split_of(rid), category, _weight(fields.get("weight", 1.0)), kind, content)
 

@@ -8,14 +8,14 @@ absent.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
+from cortiq_kernels import reading
 from cortiq_kernels.data.record import DataError
 
-_LFS_POINTER = b"version https://git-lfs"
+LONGEST_LINE = 256 << 20  # bytes; a file without line ends would be read whole
 _GZIP = b"\x1f\x8b"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _BOM = b"\xef\xbb\xbf"
@@ -32,13 +32,9 @@ class Row(NamedTuple):
 def read_rows(path: str | Path) -> Iterator[Row]:
     """The rows of one file, in file order. A file that is no such file at all raises DataError at once."""
     path = Path(path)
-    if path.is_dir():
-        raise DataError(f"{path}: is a directory; expected one .jsonl or .parquet file: name the file in it")
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; expected a .jsonl or .parquet file of records")
-    with path.open("rb") as f:
-        head = f.read(len(_LFS_POINTER))
-    if head == _LFS_POINTER:
+    with _opened(path) as f:
+        head = f.read(len(reading.LFS_POINTER))
+    if head == reading.LFS_POINTER:
         raise DataError(f"{path}: is a Git LFS pointer; expected the records: run `git lfs pull`")
     if head[:4] == b"PAR1":
         return _parquet(path)
@@ -49,9 +45,24 @@ def read_rows(path: str | Path) -> Iterator[Row]:
     return _jsonl(path)
 
 
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return reading.open_file(path)
+    except reading.Unreadable as e:
+        fix = "Name the file in it." if e.got == "a directory" else e.fix.replace("Download it again", "Check the path")
+        raise DataError(f"{path}: got {e.got}; expected a .jsonl or .parquet file of records. {fix}") from None
+
+
 def _jsonl(path: Path) -> Iterator[Row]:
-    with path.open("rb") as f:
-        for line, raw in enumerate(f, 1):  # a binary file iterates on b"\n" alone
+    with _opened(path) as f:
+        line = 0
+        while raw := f.readline(LONGEST_LINE + 1):  # ends at b"\n" alone
+            line += 1
+            if len(raw) > LONGEST_LINE:
+                raise DataError(
+                    f"{path}: got line {line} above {LONGEST_LINE >> 20} MiB; expected one JSON object per line. "
+                    "Is it another kind of file?"
+                )
             if line == 1 and raw.startswith(_BOM):
                 raw = raw[len(_BOM) :]
             raw = raw.strip(b" \t\r\n")
@@ -65,14 +76,16 @@ def _parse(line: int, raw: bytes) -> Row:
     except UnicodeDecodeError as e:
         return Row(line, {}, f"is not UTF-8 (byte {e.start} of the line is 0x{raw[e.start]:02x}); convert the file")
     try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        hint = "one JSON object per line"
+        fields = reading.parse_json(text, constants=False)
+    except reading.Unreadable as e:
+        hint, not_json = "one JSON object per line", "text that is "
         if line == 1 and raw[:1] in b"[{" and len(raw) < 3:
             hint += (
                 "; this looks like one JSON document over many lines: `jq -c '.[]' file.json > file.jsonl` converts it"
             )
-        return Row(line, {}, f"is not JSON ({e}); expected {hint}")
+        if not e.got.startswith(not_json):
+            return Row(line, {}, f"holds {e.got}; {e.fix[0].lower()}{e.fix[1:].rstrip('.')}")
+        return Row(line, {}, f"is {e.got[len(not_json) :]}; expected {hint}")
     if isinstance(fields, list):
         return Row(line, {}, "is a JSON array; expected one object per line: `jq -c '.[]' file.json > file.jsonl`")
     if not isinstance(fields, dict):
@@ -102,7 +115,7 @@ def _parquet_rows(path: Path, file: Any, arrow_error: type[Exception]) -> Iterat
             for fields in batch.to_pylist():
                 line += 1
                 yield Row(line, without_nulls(fields))
-    except (arrow_error, OSError) as e:
+    except (arrow_error, OSError, ValueError, RecursionError) as e:
         raise DataError(f"{path}: row {line + 1} cannot be read ({e}); is the file complete?") from e
 
 
@@ -117,5 +130,5 @@ def without_nulls(value: Any) -> Any:
 
 def shown(value: Any, limit: int = 60) -> str:
     """A value for an error message: repr, cut, with its type."""
-    text = repr(value)
+    text = reading.brief(repr(value), 10 * limit)
     return f"{text if len(text) <= limit else text[: limit - 3] + '...'} ({type(value).__name__})"

@@ -32,6 +32,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from cortiq_kernels.data.record import DataError
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_LONGEST = 1 << 26  # characters that a template's `*` may make, and bits of its `**`
 # Two private-use characters around letters: no tokenizer or template treats it specially, trimming leaves it whole.
 _MARKER = "\ue0c7reply\ue0c8"
 
@@ -58,6 +59,23 @@ class _GenerationBlock(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body).set_lineno(line)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Refuses products and powers that would take all memory, or forever."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """`left operator right`, within limits."""
+        if operator == "**" and all(isinstance(v, int) for v in (left, right)):
+            size = abs(right) * left.bit_length()
+        else:
+            size = max((len(a) * b for a, b in ((left, right), (right, left))
+                        if isinstance(a, str | list | tuple) and isinstance(b, int)), default=0)  # fmt: skip
+        if size > _LONGEST:
+            raise jinja2.TemplateError(f"{operator} makes a value that is too large")
+        return super().call_binop(context, operator, left, right)
+
+
 def _environment() -> jinja2.Environment:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -71,9 +89,7 @@ def _environment() -> jinja2.Environment:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
-    )
+    env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"])
     env.filters["tojson"] = tojson
     env.globals["raise_exception"] = raise_exception
     env.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
@@ -98,7 +114,7 @@ class ChatTemplate:
         self.text, self.source, self.special = text, source, dict(special)
         try:
             self._template = _environment().from_string(text)
-        except jinja2.TemplateError as e:
+        except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError, MemoryError) as e:
             raise DataError(f"{source}: the chat template is not valid Jinja ({e}); fix or replace it") from e
 
     def render(
@@ -113,8 +129,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
-        # A template is a program over the user's data: whatever its expressions raise is a refusal of these messages.
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
+        except Exception as e:  # a template is a program over the user's data: whatever it raises is its refusal
             raise TemplateFailure(str(e) or type(e).__name__) from e
 
     def reply_start(self, whole: str, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Reply | None:

@@ -16,15 +16,18 @@ chat_template.json.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from cortiq_kernels import reading
 from cortiq_kernels.data.record import DataError
 from cortiq_kernels.data.template import ChatTemplate
 
@@ -45,19 +48,18 @@ class Tokenizer:
     def __init__(self, model_dir: str | Path):
         self.dir = Path(model_dir)
         path = self.dir / "tokenizer.json"
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise DataError(
-                f"{path}: no such file; expected a fast tokenizer: "
+                f"{path}: got no such file; expected a fast tokenizer: "
                 "`transformers.AutoTokenizer.from_pretrained(dir).save_pretrained(dir)` writes one"
             )
-        self._spec = _read_json(path)
-        text = path.read_text(encoding="utf-8")
+        text = _read_text(path)
+        self._spec = _object(path, text)
         if _untrim(self._spec):  # offsets must cover the space of a token like " the"; this changes no id
             text = json.dumps(self._spec, ensure_ascii=False)
-        try:
+        self._path = path
+        with self._native("cannot be read as a tokenizer", "is the file complete?"):
             self._tok = tokenizers.Tokenizer.from_str(text)
-        except Exception as e:  # tokenizers raises bare Exception
-            raise DataError(f"{path}: cannot be read as a tokenizer ({e}); is the file complete?") from e
         self._tok.no_truncation()
         self._tok.no_padding()
         self._config = _read_json(self.dir / "tokenizer_config.json", missing_ok=True)
@@ -69,13 +71,24 @@ class Tokenizer:
             t["content"] for t in self._spec.get("added_tokens") or [] if t.get("special") and t.get("content")
         )
 
+    @contextlib.contextmanager
+    def _native(self, what: str, fix: str) -> Iterator[None]:
+        """The tokenizer's own code raises bare Exception, and where it panics an exception that is none."""
+        try:
+            yield
+        except BaseException as e:
+            if not isinstance(e, Exception) and type(e).__module__ != "pyo3_runtime":
+                raise
+            raise DataError(f"{self._path}: {what} ({reading.brief(e)}); {fix}") from None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of one text."""
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[tokenizers.Encoding]:
         """Encodings (`.ids`, and `.offsets` in characters of the text as given)."""
-        return self._tok.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        with self._native("cannot encode the records", "is it this model's own tokenizer?"):
+            return self._tok.encode_batch(list(texts), add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
@@ -121,15 +134,13 @@ class Tokenizer:
         ):
             if isinstance(value, str):
                 texts["default"] = (value, source)
-            elif isinstance(value, list):
-                texts.update({t["name"]: (t["template"], source) for t in value})
-            elif isinstance(value, dict):
-                texts.update({name: (text, source) for name, text in value.items()})
+            elif value is not None:
+                texts.update({name: (text, source) for name, text in _named_templates(self.dir / source, value)})
         for file in sorted((self.dir / "additional_chat_templates").glob("*.jinja")):
-            texts[file.stem] = (file.read_text(encoding="utf-8"), f"additional_chat_templates/{file.name}")
+            texts[file.stem] = (_read_text(file), f"additional_chat_templates/{file.name}")
         file = self.dir / "chat_template.jinja"
-        if file.is_file():
-            texts["default"] = (file.read_text(encoding="utf-8"), file.name)
+        if os.path.lexists(file):
+            texts["default"] = (_read_text(file), file.name)
         return {n: ChatTemplate(text, str(self.dir / source), self.special) for n, (text, source) in texts.items()}
 
     def _special_tokens(self) -> dict[str, str]:
@@ -144,7 +155,8 @@ class Tokenizer:
 
     def _eos_ids(self) -> tuple[int, ...]:
         config = _read_json(self.dir / "config.json", missing_ok=True)
-        text_config = config.get("text_config") or {}
+        text_config = config.get("text_config")
+        text_config = text_config if isinstance(text_config, dict) else {}
         found: list[Any] = []
         for value in (
             config.get("eos_token_id", text_config.get("eos_token_id")),
@@ -155,16 +167,40 @@ class Tokenizer:
         return tuple(dict.fromkeys(i for i in found if type(i) is int))
 
 
-def _read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
-    if missing_ok and not path.is_file():
-        return {}
+def _named_templates(path: Path, value: Any) -> list[tuple[str, str]]:
+    """(name, template) from a list of {"name", "template"}, or from an object of them."""
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    if isinstance(value, list) and all(isinstance(t, dict) for t in value):
+        pairs = [(t.get("name"), t.get("template")) for t in value]
+    good = isinstance(pairs, list) and all(isinstance(p, tuple) and all(isinstance(v, str) for v in p) for p in pairs)
+    if not good:
+        got = reading.brief(repr(value), 60)
+        raise DataError(
+            f'{path}: got chat_template {got}; expected text, or a list of {{"name", "template"}}. '
+            "Take the model's own file."
+        )
+    return pairs
+
+
+def _read_text(path: Path) -> str:
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as e:
-        raise DataError(f"{path}: is not JSON ({e}); is the file complete, or a Git LFS pointer?") from e
+        return reading.read_text(path)
+    except reading.Unreadable as e:
+        raise DataError(f"{path}: got {e.got}; expected a file of text. {e.fix}") from None
+
+
+def _object(path: Path, text: str) -> dict[str, Any]:
+    try:
+        value = reading.parse_json(text)
+    except reading.Unreadable as e:
+        raise DataError(f"{path}: got {e.got}; expected a JSON object. {e.fix}") from None
     if not isinstance(value, dict):
-        raise DataError(f"{path}: holds {type(value).__name__}; expected a JSON object")
+        raise DataError(f"{path}: got a JSON {type(value).__name__}; expected an object. Take the model's own file.")
     return value
+
+
+def _read_json(path: Path, missing_ok: bool = False) -> dict[str, Any]:
+    return {} if missing_ok and not os.path.lexists(path) else _object(path, _read_text(path))
 
 
 def _untrim(value: Any) -> bool:

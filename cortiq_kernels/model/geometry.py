@@ -33,12 +33,17 @@ with equal values (`eos_token_id` excepted: `text_config` wins). The same holds 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from cortiq_kernels.reading import brief
 
 FULL = "full_attention"
 LINEAR = "linear_attention"
 PREFIXES = ("model.", "model.language_model.")
+#: limits of what a config may claim, so that nothing is built from a number that no model has
+LARGEST, MOST_LAYERS = 2**31 - 1, 4096
 
 
 class ModelError(ValueError):
@@ -48,7 +53,7 @@ class ModelError(ValueError):
 def _need(ok: bool, what: str, got: Any, expected: str, fix: str) -> None:
     """Raise `ModelError` in the package's form unless `ok`."""
     if not ok:
-        raise ModelError(f"{what}: got {got}; expected {expected}. {fix}")
+        raise ModelError(f"{what}: got {brief(got)}; expected {expected}. {fix}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +138,7 @@ class Geometry:
         """
         c = _Config(config)
         _refuse_unsupported(c)
-        n_layers = c.size("num_hidden_layers")
+        n_layers = c.size("num_hidden_layers", most=MOST_LAYERS)
         hidden, wide, vocab = c.size("hidden_size"), c.size("intermediate_size"), c.size("vocab_size")
         nq, nkv, hd = c.size("num_attention_heads"), c.size("num_key_value_heads"), c.size("head_dim", 256)
         nk, nv = c.size("linear_num_key_heads", 16), c.size("linear_num_value_heads", 32)
@@ -156,7 +161,7 @@ class Geometry:
             nq=nq, nkv=nkv, hd=hd, rot=rot, rope_theta=theta,
             nk=nk, nv=nv, dk=dk, dv=dv, conv=c.size("linear_conv_kernel_dim", 4),
             eps=c.real("rms_norm_eps", 1e-6), tied=c.flag("tie_word_embeddings", False),
-            max_position=c.size("max_position_embeddings", 32768), eos_ids=_eos(c),
+            max_position=c.size("max_position_embeddings", 32768), eos_ids=_eos(c, vocab),
             prefix=_prefix(tensor_names, c.nested),
         )  # fmt: skip
 
@@ -183,8 +188,8 @@ class _Config:
             )
         return found[0][1] if found else default
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+    def size(self, key: str, default: int | None = None, most: int = LARGEST) -> int:
+        """A positive integer, at most `most`."""
         value = self.get(key, default)
         _need(
             value is not None,
@@ -194,12 +199,13 @@ class _Config:
             "Take the model's own config.json.",
         )
         _need(
-            _is_int(value) and value > 0, f"config.json: {key}", repr(value), "a positive integer", "Mend config.json."
-        )
+            _is_int(value) and 0 < value <= most, f"config.json: {key}", repr(value),
+            f"a positive integer, at most {most}", "Mend config.json.",
+        )  # fmt: skip
         return int(value)
 
     def real(self, key: str, default: float) -> float:
-        """A positive number."""
+        """A positive, finite number."""
         value = self.get(key, default)
         _need(
             _is_real(value) and value > 0, f"config.json: {key}", repr(value), "a positive number", "Mend config.json."
@@ -223,7 +229,10 @@ def _is_int(x: Any) -> bool:
 
 
 def _is_real(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
+    """A finite number; an integer only where a float can hold it."""
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        return False
+    return math.isfinite(x) if isinstance(x, float) else abs(x) < 2**1023
 
 
 def _brief(values: Sequence[int]) -> str:
@@ -341,7 +350,7 @@ def _agreed(places: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> float 
     return float(found[0][1]) if found else None
 
 
-def _eos(c: _Config) -> tuple[int, ...]:
+def _eos(c: _Config, vocab: int) -> tuple[int, ...]:
     """End-of-sequence ids; `text_config` wins over the root, which published files do not keep in step."""
     for _, place in c.places:
         value = place.get("eos_token_id")
@@ -349,8 +358,9 @@ def _eos(c: _Config) -> tuple[int, ...]:
             continue
         ids = list(value) if isinstance(value, list | tuple) else [value]
         _need(
-            all(_is_int(i) for i in ids), "config.json: eos_token_id", repr(value), "an integer or a list", "Mend it."
-        )
+            all(_is_int(i) and 0 <= i < vocab for i in ids), "config.json: eos_token_id", repr(value),
+            f"an id below {vocab} (vocab_size), or a list of them", "Mend it.",
+        )  # fmt: skip
         return tuple(ids)
     return ()
 

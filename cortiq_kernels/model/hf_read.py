@@ -11,7 +11,6 @@ Opening reads headers only (plus the two heads of a tied model that ships both),
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,13 +18,15 @@ from typing import Any
 
 import torch
 
+from cortiq_kernels import reading
 from cortiq_kernels.model import names as _names
 from cortiq_kernels.model.geometry import Geometry, ModelError, text_config
-from cortiq_kernels.model.shard import FLOATS, LFS_POINTER, Shard, TensorInfo, raw_blocks, read_shard, read_tensor
+from cortiq_kernels.model.shard import FLOATS, Shard, TensorInfo, raw_blocks, read_shard, read_tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CORTIQ = "cortiq.json"
+_SHOWN = 8  # missing files and tensors that one message names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +47,10 @@ class ModelDir:
     cortiq: dict[str, Any]
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor by its published name, in its own dtype: a view of the mapped file, not to be written to."""
+        """A tensor by its published name, in its own dtype and memory."""
         if name not in self.tensors:
             raise KeyError(f"{self.path} has no tensor {name!r}")
-        return read_tensor(self.path / self.tensors[name].file, name)
+        return read_tensor(self.shards[self.tensors[name].file], name)
 
     def total_bytes(self) -> int:
         """Bytes of all that `write_model` would copy: an upper bound of the space that an output directory takes."""
@@ -66,17 +67,10 @@ def open_model(path: str | os.PathLike[str]) -> ModelDir:
     shapes or element types, layer widths that disagree with config.json or cortiq.json, and a tied model with a
     different `lm_head.weight`.
     """
-    root = Path(path)
-    if not root.is_dir():
-        got = "a file" if root.exists() else "no such directory"
-        raise ModelError(
-            f"model {str(path)!r}: got {got}; expected a model directory. "
-            "Download it first (`hf download ... --local-dir`)."
-        )
-    root = root.resolve()
+    root = _directory(path)
     config = read_json(root / "config.json")
-    cortiq = read_json(root / CORTIQ) if (root / CORTIQ).is_file() else {}
-    index = read_json(root / INDEX) if (root / INDEX).is_file() else None
+    cortiq = _read_cortiq(root / CORTIQ) if os.path.lexists(root / CORTIQ) else {}
+    index = read_json(root / INDEX) if os.path.lexists(root / INDEX) else None
     Geometry.from_config(config)  # an unsupported model is refused as such, not by its strange weights
     shards = _open_shards(root, index)
     tensors = {name: t for s in shards.values() for name, t in s.tensors.items()}
@@ -87,25 +81,42 @@ def open_model(path: str | os.PathLike[str]) -> ModelDir:
     return model
 
 
+def _directory(path: str | os.PathLike[str]) -> Path:
+    """The directory with symlinks resolved, or a `ModelError` that says what is there instead."""
+    what, expected = f"model {reading.brief(repr(str(path)))}", "expected a model directory"
+    got = reading.kind_of(path)
+    if got != "a directory":
+        got = "a file" if got is None else got.replace("file", "directory", 1) if got.startswith("no such") else got
+        raise ModelError(f"{what}: got {got}; {expected}. Download it first (`hf download ... --local-dir`).")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise ModelError(f"{what}: got 'permission denied'; {expected} that you may read. Check its owner and mode.")
+    return Path(os.path.realpath(path))
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or a `ModelError` that names the file and the cause."""
+    """A JSON object from a file, or a `ModelError` that names the file and the cause (see `reading`)."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        if text.startswith(LFS_POINTER.decode()):
-            raise ModelError(f"{path}: got a Git LFS pointer; expected JSON. Run `git lfs pull`.")
-        value = json.loads(text)
-    except FileNotFoundError:
-        why = "a symlink to a missing file" if path.is_symlink() else "no such file"
-        raise ModelError(
-            f"{path}: got {why}; expected a JSON file. Is {path.parent} a complete model directory?"
-        ) from None
-    except ModelError:
-        raise
-    except (ValueError, OSError) as e:
-        raise ModelError(f"{path}: got a file that cannot be read ({e}); expected JSON. Download it again.") from e
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: got a JSON {type(value).__name__}; expected an object. Download it again.")
-    return value
+        return reading.read_object(path)
+    except reading.Unreadable as e:
+        fix = f"Is {path.parent} a complete model directory?" if e.got.startswith("no such file") else e.fix
+        raise ModelError(f"{path}: got {e.got}; expected a file with a JSON object. {fix}") from None
+
+
+def _read_cortiq(path: Path) -> dict[str, Any]:
+    """cortiq.json; refuses what a later write could not carry on."""
+    found = read_json(path)
+    for key, kind, words in (
+        ("format", int, "1"),
+        ("provenance", dict, "an object"),
+        ("history", list, "a list"),
+    ):
+        value = found.get(key)
+        if value is not None and (type(value) is not kind or key == "format" and value != 1):
+            raise ModelError(
+                f"{path}: got {key} {reading.brief(repr(value), 60)}; expected {words}. "
+                "Use the version that wrote it, or delete the file if all layers are equally wide."
+            )
+    return found
 
 
 def _open_shards(root: Path, index: dict[str, Any] | None) -> dict[str, Shard]:
@@ -116,7 +127,8 @@ def _open_shards(root: Path, index: dict[str, Any] | None) -> dict[str, Shard]:
                 p.name for p in root.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf", ".safetensors")
             )
             raise ModelError(
-                f"{root}: got {other or 'no weights'}; expected {SINGLE} or {INDEX}. Convert the model to safetensors."
+                f"{root}: got {reading.brief(other) if other else 'no weights'}; expected {SINGLE} or {INDEX}. "
+                "Convert the model to safetensors."
             )
         return {SINGLE: read_shard(root / SINGLE)}
     weight_map = index.get("weight_map")
@@ -124,18 +136,20 @@ def _open_shards(root: Path, index: dict[str, Any] | None) -> dict[str, Shard]:
         raise ModelError(f"{root / INDEX}: got no weight_map; expected one of names to files. Download it again.")
     files: dict[str, list[str]] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or os.path.basename(file) != file:
+        if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
             raise ModelError(
-                f"{root / INDEX}: got {file!r} for {name}; expected a file name in this directory. Download it again."
+                f"{root / INDEX}: got {reading.brief(repr(file))} for {reading.brief(repr(name))}; expected the name "
+                "of a safetensors file in this directory. Download it again."
             )
         files.setdefault(file, []).append(name)
     if SINGLE not in files and os.path.lexists(root / SINGLE):
         raise ModelError(f"{root}: got both {SINGLE} and {INDEX}; expected one set of weights. Delete the stale one.")
-    gone = [f for f in files if not (root / f).is_file()]
+    gone = [f for f in files if not os.path.exists(root / f)]
     if gone:
-        each = ", ".join(f"{f} ({len(files[f])} tensors, such as {files[f][0]})" for f in sorted(gone))
+        each = ", ".join(f"{f} ({len(files[f])} tensors, such as {files[f][0]})" for f in sorted(gone)[:_SHOWN])
+        more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
         raise ModelError(
-            f"{root}: got {len(files) - len(gone)} of {len(files)} shards; missing: {each}. Download them again."
+            f"{root}: got {len(files) - len(gone)} of {len(files)} shards; missing: {each}{more}. Download them again."
         )
     shards = {f: read_shard(root / f) for f in sorted(files)}
     seen: dict[str, str] = {}
@@ -167,14 +181,15 @@ def checked_geometry(
     if declared is not None:
         if not isinstance(declared, list) or len(declared) != plain.n_layers:
             raise ModelError(
-                f"{root / CORTIQ}: got intermediate_size {declared!r}; expected {plain.n_layers} widths. "
-                "Delete the file."
+                f"{root / CORTIQ}: got intermediate_size {reading.brief(repr(declared))}; expected {plain.n_layers} "
+                "widths. Delete the file."
             )
         wrong = [i for i, (a, b) in enumerate(zip(declared, found, strict=True)) if a != b]
         if wrong:
             i = wrong[0]
             raise ModelError(
-                f"{root}: got {gates[i]} with {found[i]} rows; expected {declared[i]} (layer {i} in {CORTIQ}). "
+                f"{root}: got {gates[i]} with {found[i]} rows; expected {reading.brief(repr(declared[i]), 40)} "
+                f"(layer {i} in {CORTIQ}). "
                 "Shards and cortiq.json are of different models."
             )
     else:
@@ -265,22 +280,29 @@ def copied_files(model: ModelDir) -> list[Path]:
     """Files that are copied as they are: everything but weights, config.json, the index and cortiq.json.
 
     Left out: hidden directories (`.git`, `.cache`), and weights that are not the model's shards (other formats or
-    stale shards, which would keep the old values beside the new). A broken symlink is a `ModelError`.
+    stale shards, which would keep the old values beside the new), pipes, sockets and devices. A broken symlink and
+    a file or directory that may not be read are a `ModelError`.
     """
+
+    def refuse(e: OSError) -> None:
+        raise ModelError(f"{e.filename}: got '{(e.strerror or str(e)).lower()}'; expected a directory to copy. {mend}")
+
+    mend = "Check its owner and mode, or move it away."
     own = {"config.json", INDEX, CORTIQ, *model.shards}
     out: list[Path] = []
-    for folder, folders, files in os.walk(model.path):
+    for folder, folders, files in os.walk(model.path, onerror=refuse):
         folders[:] = sorted(d for d in folders if not d.startswith("."))
         for file in sorted(files):
             path = Path(folder, file)
             top = folder == str(model.path)
             if (top and file in own) or _is_other_weights(file):
                 continue
-            if path.is_symlink() and not path.exists():
-                raise ModelError(
-                    f"{path}: got a symlink to a missing file; expected a file. Download it again, or delete the link."
-                )
-            if path.is_file():
+            got = reading.kind_of(path)
+            if got is not None and "symlink" in got:
+                raise ModelError(f"{path}: got {got}; expected a file. Download it again, or delete the link.")
+            if got is None and not os.access(path, os.R_OK):
+                raise ModelError(f"{path}: got 'permission denied'; expected a file to copy. {mend}")
+            if got is None:
                 out.append(path)
     return out
 

@@ -127,12 +127,19 @@ def write_model(
                 continue
             with destination.new_file(out / file) as f:
                 shard.write_copy(f, src.shards[file], header, placed, replace)
+        for s in src.shards.values():
+            shard.check_same(s)
         for path in others:
             target = out / path.relative_to(src.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             destination.copy_file(path, target)
         if "config.json" not in small:
             destination.copy_file(src.path / "config.json", out / "config.json")
+            if hf_read.read_json(out / "config.json") != src.config:
+                raise ModelError(
+                    f"{src.path / 'config.json'}: got a file that changed since it was opened; expected the same one. "
+                    "Do not write to a model that is being read."
+                )
         _write_small(out, small)
     return Written(place, notes)
 

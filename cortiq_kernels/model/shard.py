@@ -13,14 +13,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from safetensors import safe_open
 
-from cortiq_kernels.model.geometry import ModelError
+from cortiq_kernels import reading
+from cortiq_kernels.model.geometry import LARGEST, ModelError
 
 _BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16,
@@ -28,7 +29,10 @@ _BITS = {
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-LFS_POINTER = b"version https://git-lfs"
+_READABLE = FLOATS | {
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
 _MAX_HEADER = 100_000_000  # the reference library's own limit
 _BLOCK = 16 << 20
 
@@ -60,13 +64,17 @@ class TensorInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A parsed file: `header` (the JSON's bytes), `metadata`, `tensors` in header order, `size` of the whole file."""
+    """A parsed file: `header` (the JSON's bytes), `metadata`, `tensors` in header order, `size` of the whole file.
+
+    `changed_ns`: when it was last written to, as of the moment it was read; later reads hold it against the file.
+    """
 
     path: Path
     header: bytes
     metadata: dict[str, str] | None
     tensors: dict[str, TensorInfo]
     size: int
+    changed_ns: int
 
     @property
     def data_start(self) -> int:
@@ -90,18 +98,16 @@ def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 def read_shard(path: Path) -> Shard:
     """Parse and check one file; reads the header only.
 
-    Raises `ModelError`, naming the file and the cause: missing, broken symlink, Git LFS pointer, 0 bytes, no
+    Raises `ModelError`, naming the file and the cause: what `reading.open_file` refuses, a Git LFS pointer, 0 bytes, no
     safetensors, truncated (with both sizes and the number of tensors cut off), too long, or offsets that do not tile
     the data.
     """
     again = "Download the file again."
-    if not path.is_file():
-        why = "a symlink to a missing file" if path.is_symlink() else "no such file"
-        raise ModelError(f"{path}: got {why}; expected a safetensors file. {again}")
-    size = path.stat().st_size
-    with open(path, "rb") as f:
-        head = f.read(len(LFS_POINTER) + 1)
-        if head.startswith(LFS_POINTER):
+    with _opened(path) as f:
+        status = os.fstat(f.fileno())
+        size = status.st_size
+        head = f.read(len(reading.LFS_POINTER) + 1)
+        if head.startswith(reading.LFS_POINTER):
             raise ModelError(
                 f"{path}: got a Git LFS pointer ({size} bytes of text); expected the weights. Run `git lfs pull`."
             )
@@ -120,13 +126,22 @@ def read_shard(path: Path) -> Shard:
         f.seek(8)
         header = f.read(n)
     try:
-        entries = json.loads(header)
+        entries = reading.parse_json(reading.decode(header))
+        if not isinstance(entries, dict):
+            raise ValueError(f"a JSON {type(entries).__name__}")
         metadata = entries.pop("__metadata__", None)
-        tensors = {name: _info(path, e) for name, e in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        if isinstance(e, ModelError):
-            raise
-        raise ModelError(f"{path}: got a header that cannot be parsed ({e}); expected safetensors JSON. {again}") from e
+        if metadata is not None and not (
+            isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+        ):
+            raise ValueError("__metadata__ is not an object of strings")
+        tensors = {name: _info(path, name, e) for name, e in entries.items()}
+    except ModelError:
+        raise
+    except ValueError as e:
+        why = e.got if isinstance(e, reading.Unreadable) else reading.brief(e)
+        raise ModelError(
+            f"{path}: got a header that cannot be parsed ({why}); expected safetensors JSON. {again}"
+        ) from e
     end, want = size - 8 - n, max((t.stop for t in tensors.values()), default=0)
     if end < want:
         cut = sum(t.stop > end for t in tensors.values())
@@ -143,40 +158,101 @@ def read_shard(path: Path) -> Shard:
         if t.start != at:
             raise ModelError(f"{path}: got {name} at byte {t.start}; expected {at} (no gap, no overlap). {again}")
         at = t.stop
-    return Shard(path, header, metadata, tensors, size)
+    return Shard(path, header, metadata, tensors, size, status.st_mtime_ns)
 
 
-def _info(path: Path, entry: Mapping[str, Any]) -> TensorInfo:
-    """One header entry, with its size checked."""
-    start, stop = entry["data_offsets"]
-    t = TensorInfo(path.name, entry["dtype"], tuple(entry["shape"]), start, stop)
-    if t.dtype not in _BITS:
-        raise ModelError(f"{path}: got element type {t.dtype!r}; expected one of {sorted(_BITS)}. Convert the model.")
-    if nbytes(t.dtype, t.shape) != stop - start:
-        raise ValueError(f"{t.shape} {t.dtype} in {stop - start} bytes")
+def _opened(path: Path) -> IO[bytes]:
+    """The open file, or a `ModelError` that says what is there instead."""
+    try:
+        return reading.open_file(path)
+    except reading.Unreadable as e:
+        raise ModelError(f"{path}: got {e.got}; expected a safetensors file. {e.fix}") from None
+
+
+def _info(path: Path, name: str, entry: Any) -> TensorInfo:
+    """One header entry, with its types and its size checked."""
+    keys = ("dtype", "shape", "data_offsets")
+    if not isinstance(entry, dict) or any(k not in entry for k in keys):
+        raise ValueError(f"{name!r} has no {', '.join(keys)}")
+    dtype, shape, offsets = (entry[k] for k in keys)
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise ModelError(
+            f"{path}: got element type {reading.brief(repr(dtype), 40)}; expected one of {sorted(_BITS)}. "
+            "Convert the model."
+        )
+    if not _counts(shape, LARGEST) or not _counts(offsets, 2**63 - 1) or len(offsets) != 2:
+        raise ValueError(f"{name!r} has shape {shape} at {offsets}")
+    t = TensorInfo(path.name, dtype, tuple(shape), *offsets)
+    if nbytes(t.dtype, t.shape) != t.nbytes:
+        raise ValueError(f"{name!r} has {t.shape} {t.dtype} in {t.nbytes} bytes")
     return t
 
 
-def read_tensor(path: Path, name: str) -> torch.Tensor:
-    """The tensor in its own dtype and shape. It is a view of the mapped file: copy it before the file may change."""
-    with safe_open(path, framework="pt") as f:
-        return f.get_tensor(name)
+def _counts(values: Any, most: int) -> bool:
+    """Whether `values` is a list of integers from 0 to `most`."""
+    return isinstance(values, list) and all(type(v) is int and 0 <= v <= most for v in values)
+
+
+def check_unchanged(shard: Shard, f: IO[bytes]) -> None:
+    """`ModelError` if the open file is not what `read_shard` saw, by its size and the time of the last write."""
+    now = os.fstat(f.fileno())
+    if (now.st_size, now.st_mtime_ns) != (shard.size, shard.changed_ns):
+        raise ModelError(
+            f"{shard.path}: got a file that changed since it was opened ({shard.size} bytes then, {now.st_size} now); "
+            "expected the same one. Do not write to a model that is being read."
+        )
+
+
+def check_same(shard: Shard) -> None:
+    """`check_unchanged` of the file that now has the shard's name."""
+    with _opened(shard.path) as f:
+        check_unchanged(shard, f)
+
+
+def read_tensor(shard: Shard, name: str) -> torch.Tensor:
+    """The tensor in its own dtype and shape, in memory of its own.
+
+    It is read, not mapped: a file that somebody cuts short while it is mapped ends the process with a bus error.
+    """
+    t = shard.tensors[name]
+    if t.dtype not in _READABLE:
+        raise ModelError(
+            f"{shard.path}: got {name} of type {t.dtype}; expected one of {sorted(_READABLE)}. Convert it."
+        )
+    out = torch.empty(t.shape, dtype=_READABLE[t.dtype])
+    into = out.reshape(-1).view(torch.uint8).numpy().data
+    with _opened(shard.path) as f:
+        check_unchanged(shard, f)
+        f.seek(shard.data_start + t.start)
+        at = 0
+        while at < len(into):
+            n = f.readinto(into[at:])  # type: ignore[attr-defined]
+            if not n:
+                raise _cut_short(shard)
+            at += n
+        check_unchanged(shard, f)
+    return out
 
 
 def raw_blocks(shard: Shard, name: str) -> Iterator[bytes]:
     """The stored bytes of a tensor, in blocks of at most 16 MiB."""
     t = shard.tensors[name]
-    with open(shard.path, "rb") as f:
+    with _opened(shard.path) as f:
+        check_unchanged(shard, f)
         f.seek(shard.data_start + t.start)
         left = t.nbytes
         while left:
             block = f.read(min(left, _BLOCK))
             if not block:
-                raise ModelError(
-                    f"{shard.path}: got fewer bytes than at the start; expected an unchanged file. Do not write to it."
-                )
+                raise _cut_short(shard)
             left -= len(block)
             yield block
+
+
+def _cut_short(shard: Shard) -> ModelError:
+    return ModelError(
+        f"{shard.path}: got fewer bytes than at the start; expected an unchanged file. Do not write to it."
+    )
 
 
 def plan_copy(

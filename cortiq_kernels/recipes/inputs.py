@@ -5,17 +5,20 @@ compared.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from cortiq_kernels.data.encode import NoTokenizer
 from cortiq_kernels.data.record import Record
 from cortiq_kernels.data.records import Dataset, load_records
 from cortiq_kernels.data.tokens import Tokenizer
 from cortiq_kernels.model import names
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.hf import ModelDir
-from cortiq_kernels.recipes.errors import refuse
+from cortiq_kernels.reading import brief
+from cortiq_kernels.recipes.errors import need, refuse
 
 Progress = Callable[[dict[str, Any]], None]
 T = TypeVar("T")
@@ -62,9 +65,22 @@ class Records(NamedTuple):
 
 def load_for(model: ModelDir, data: Path, loss_on: str, splits: Sequence[str]) -> Records:
     """Records of `splits`, tokenised for `model`; a directory without a tokenizer does for records of ids."""
-    tokenizer = tokenizer_of(model)
-    dataset = load_records(data, tokenizer, loss_on=loss_on, splits=splits, vocab=model.geometry.vocab)
+    tokenizer, vocab = tokenizer_of(model), model.geometry.vocab
     eos = tokenizer.eos_ids if tokenizer else model.geometry.eos_ids
+    for i in eos:
+        need(
+            0 <= i < vocab, f"model {str(model.path)!r}: eos_token_id", brief(i), f"an id below its {vocab} tokens",
+            "Mend generation_config.json, or take the tokenizer of this model.",
+        )  # fmt: skip
+    try:
+        dataset = load_records(data, tokenizer, loss_on=loss_on, splits=splits, vocab=vocab)
+    except NoTokenizer as e:
+        raise refuse(
+            f"model {str(model.path)!r}",
+            "no tokenizer.json",
+            f"one, since {data} holds text ({str(e).split(':')[0]})",
+            "Copy the tokenizer's files into the directory, or use records of token ids.",
+        ) from None
     return Records(dataset, eos[0] if eos else 0)
 
 
@@ -80,7 +96,7 @@ def fit_shape(records: Sequence[Record], window: int, batch: int) -> tuple[int, 
 
 def tokenizer_of(model: ModelDir) -> Tokenizer | None:
     """The directory's tokenizer, or None without a tokenizer.json."""
-    return Tokenizer(model.path) if (model.path / "tokenizer.json").is_file() else None
+    return Tokenizer(model.path) if os.path.lexists(model.path / "tokenizer.json") else None
 
 
 def check_same_tokens(a: ModelDir, b: ModelDir, a_name: str, b_name: str) -> None:
