@@ -24,8 +24,9 @@ from tiny import config
 
 from cortiq_kernels import cli
 from cortiq_kernels.model import destination, hf_write
+from cortiq_kernels.recipes import checkpoint_dir, prefix
 from cortiq_kernels.report.runlog import read_log
-from cortiq_kernels.step import Evaluator
+from cortiq_kernels.step import Evaluator, Trainer
 
 V = 384
 CONFIG = config("LF", hidden=16, ffn=24, vocab=V, nq=2, nkv=1, hd=16, nk=1, nv=2)
@@ -112,17 +113,66 @@ def in_export(ready: Callable[[], None]) -> None:
     hf_write.shard.write_tensor = write
 
 
-@pytest.mark.parametrize("hook", [in_targets, in_eval, in_export])
+def in_prefix(ready: Callable[[], None]) -> None:
+    real = prefix.layers_forward
+
+    def forward(*args):
+        ready()
+        while True:
+            real(*args)
+
+    prefix.layers_forward = forward
+
+
+def in_training(ready: Callable[[], None]) -> None:
+    real, calls = Trainer.gradients, []
+
+    def gradients(self, micros, **more):
+        calls.append(1)
+        while len(calls) == 3:
+            ready()
+            real(self, micros, **more)
+        return real(self, micros, **more)
+
+    Trainer.gradients = gradients
+
+
+def in_checkpoint(ready: Callable[[], None]) -> None:
+    real, calls = checkpoint_dir._write_tensors, []
+
+    def write(path, tensors):
+        calls.append(1)
+        real(path, tensors)
+        while len(calls) == 2:
+            ready()
+            real(path, tensors)
+
+    checkpoint_dir._write_tensors = write
+
+
+HOOKS = {  # the step whose checkpoint stays
+    in_targets: None,
+    in_prefix: None,
+    in_eval: None,
+    in_training: 2,
+    in_checkpoint: 2,
+    in_export: 6,
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_honoured_in_every_phase(world, hook, number, tmp_path_factory):
-    """Modelled on goodfire-ai/spd#741: targets, evaluation, export; a prompt exit and no half output.
+    """Modelled on goodfire-ai/spd#741: a prompt exit in every phase, no half output, and the run can go on.
 
-    Only whole targets stay, for the next try.
+    Whole targets stay for the next try, and a checkpoint once a step is done.
     """
     io = tmp_path_factory.mktemp("io")
     before = snapshot(world)
-    args = heal(world / "m", world / "d.jsonl", world / "deep" / "o", "--teacher", world / "t", "--ce", "0")
-    pid, pipe = child((*args, "--log", io / "log"), io, hook)
+    out = world / "deep" / "o"
+    args = heal(world / "m", world / "d.jsonl", out, "--teacher", world / "t", "--ce", "0", "--train-from", "1",
+                "--checkpoint-every", "1", "--log", io / "log")  # fmt: skip
+    pid, pipe = child(args, io, hook)
     try:
         assert select.select([pipe], [], [], 60)[0] and os.read(pipe, 1) == b"x", (io / "stderr").read_text()
         time.sleep(0.05)
@@ -132,16 +182,17 @@ def test_signals_are_honoured_in_every_phase(world, hook, number, tmp_path_facto
         assert time.monotonic() - sent < 5
     finally:
         os.close(pipe)
-    kept = world / "deep" / "o.targets"
-    assert kept.exists() == (hook is not in_targets)
-    if kept.exists():
-        assert [p.suffix for p in kept.iterdir()] == [".targets"]
-        shutil.rmtree(kept)
-        kept.parent.rmdir()
-    assert snapshot(world) == before
-    lines = (io / "stderr").read_text().splitlines()
-    assert f"stopped by {number.name}; no output was written. Start it again" in lines[-1]
+    step, last = HOOKS[hook], (io / "stderr").read_text().splitlines()[-1]
+    go_on = "Start it again with the same command." if step is None else f"Go on after step {step} with the same "
+    assert f"stopped by {number.name}; no output was written. {go_on}" in last
     assert read_log(io / "log")[-1]["event"] == "error" and (io / "stdout").read_text() == ""
+    left = {p.name: sorted(f.suffix for f in p.iterdir()) for p in out.parent.glob("*")}
+    assert left.pop("o.targets", None) == (None if hook is in_targets else [".targets"])
+    assert left == ({} if step is None else {"o.resume": [".json", ".safetensors"]})
+    assert cortiq(*args, "--resume").status == 0
+    assert [p.name for p in out.parent.iterdir()] == ["o"]
+    shutil.rmtree(out.parent)
+    assert snapshot(world) == before
 
 
 @pytest.fixture
@@ -210,7 +261,7 @@ def test_full_disk_while_writing_keeps_the_previous_output(world, small_disk, mo
     last = done.err.splitlines()[-1]
     assert "No space left on device" in last and "no output was written" in last
     after = snapshot(small_disk)
-    assert {k: v for k, v in after.items() if k != "o.log.jsonl"} == before
+    assert {k: v for k, v in after.items() if not k.startswith(("o.log", "o.resume"))} == before
     nll(model=small_disk / "first", data=world / "d.jsonl", split="val")
     (small_disk / "filler").write_bytes(b"x" * (shutil.os.statvfs(small_disk).f_bavail * 4096))
     args = ("score", "--models", world / "m", "--data", world / "d.jsonl", *SMALL, "--splits", "val")
@@ -232,8 +283,17 @@ def test_full_disk_without_a_disk(world, monkeypatch):
     monkeypatch.setattr(hf_write.shard, "write_tensor", write)
     before = snapshot(world)
     done = cortiq(*heal(world / "m", world / "d.jsonl", world / "a" / "o", "--log", world / "log"))
-    assert done.status == 1 and done.err.splitlines()[-1].endswith("No space left on device; no output was written")
+    last = done.err.splitlines()[-1]
+    assert done.status == 1 and "No space left on device: writing" in last and "MiB are free; free some space" in last
+    assert last.endswith("--resume; no output was written") and sorted(p.name for p in (world / "a").iterdir()) == [
+        "o.resume"
+    ]
+    monkeypatch.undo()
+    assert cortiq(*heal(world / "m", world / "d.jsonl", world / "a" / "o", "--log", world / "log"), "--resume")[0] == 0
+    assert [p.name for p in (world / "a").iterdir()] == ["o"]
+    shutil.rmtree(world / "a")
     (world / "log").unlink()
+    (world / "log.html").unlink(missing_ok=True)
     assert snapshot(world) == before
 
 

@@ -38,9 +38,9 @@ class Best:
 
     @classmethod
     def kept(cls, step: int, loss: float, state: Tensor) -> Best:
-        """What an earlier run kept: a copy of `state` (flat masters on the host), the weights of `step`."""
+        """What an earlier run kept: `state` (flat masters on the host), the weights of `step`, is its own now."""
         best = cls()
-        best.step, best.loss, best._state = step, loss, state.clone()
+        best.step, best.loss, best._state = step, loss, state
         return best
 
     def restore(self, weights: Weights) -> None:

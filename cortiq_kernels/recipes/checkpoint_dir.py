@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +76,9 @@ class CheckpointDir:
                 raise self._unusable(f"tensors that cannot be read ({e})") from None
         return state
 
-    def tensors(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors that `state` names, mapped from the file: copy them before it goes."""
-        if state["file"] is None:
-            return {}
-        path = self.path / state["file"]
-        return {name: shard.read_tensor(path, name) for name in shard.read_shard(path).tensors}
+    def tensors(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """The tensors that `state` names, each read when it is asked for."""
+        return _Tensors(shard.read_shard(self.path / state["file"]) if state["file"] else None)
 
     def write(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Replace the checkpoint: `state` (JSON), with `tensors` (flat, on any device, any values).
@@ -151,6 +148,25 @@ class CheckpointDir:
 
     def _unusable(self, got: str, expected: str = "a whole checkpoint") -> InputError:
         return refuse(str(self.path), got, expected, "Delete that directory to start from the beginning.")
+
+
+class _Tensors(Mapping[str, Tensor]):
+    """A file's tensors, one in memory at a time."""
+
+    def __init__(self, file: shard.Shard | None):
+        self._file = file
+        self._names = list(file.tensors) if file else []
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._file is None or name not in self._names:
+            raise KeyError(name)
+        return shard.read_tensor(self._file, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

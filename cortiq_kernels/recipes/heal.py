@@ -200,7 +200,7 @@ def _write(plan: HealPlan, weights: Weights, origin: dict[str, Any]) -> list[str
         free = shutil.disk_usage(next(p for p in cfg.out.absolute().parents if p.exists())).free
         raise OSError(
             e.errno, f"{os.strerror(e.errno)}: writing {str(cfg.out)!r} takes {plan.student.total_bytes() / 2**20:.1f} "
-            f"MiB, {free / 2**20:.1f} MiB are free; free some space"
+            f"MiB, {free / 2**20:.1f} MiB are free; free some space and type the same command with --resume"
         ) from e  # fmt: skip
 
 

@@ -237,8 +237,8 @@ class Loop:
         """Go on from a checkpoint; `weights` hold the student's until now."""
         step, loss = int(state["best"]["step"]), float(state["best"]["loss"])
         if step >= 0:
-            kept = tensors.get("best", tensors.get("master")) if step else None
-            self.best = Best.kept(step, loss, kept if kept is not None else self.weights.state())
+            kept = tensors["best" if "best" in tensors else "master"] if step else self.weights.state()
+            self.best = Best.kept(step, loss, kept)
         self.done = int(state["step"])
         if "master" in tensors:
             self.trainer.restore(tensors, state["counters"])
