@@ -107,7 +107,9 @@ def main(argv: list[str] | None = None) -> int:
     except Stopped as e:
         return fail(f"cortiq {run.name}: stopped by {e}; {run.left()}. {run.again()}", 128 + e.number)
     except TrainingFailed as e:
-        return fail(str(e), 1)
+        log = log_path(run.name, run.cfg)
+        page = page_after(log) if log is not None else None  # its curves say where it went wrong
+        return fail(str(e) + (f" Curves: {page}" if page else ""), 1)
     except BrokenPipeError:  # whoever read the result went away; what was to be written is written
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - or the interpreter complains when it flushes at exit
         return 1

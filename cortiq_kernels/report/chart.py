@@ -15,7 +15,7 @@ from cortiq_kernels.report import scale
 from cortiq_kernels.report.scale import Scale
 
 WIDTH, HEIGHT = 720, 260
-LEFT, RIGHT, TOP, BOTTOM = 76, 20, 28, 46
+LEFT, RIGHT, TOP, BOTTOM = 76, 32, 28, 46
 MOST_POINTS = 360  # of a line; a longer one is drawn as means of equal ranges of steps, with a band from least to most
 
 Points = Sequence[tuple[float, float]]
@@ -31,7 +31,7 @@ class Mark(NamedTuple):
 
 def line_chart(
     key: str, title: str, about: str, points: Points, *, last: int, unit: str, dots: bool = False,
-    mark: Mark | None = None, ticks_at: Sequence[float] = (), ticks_text: str = "",
+    mark: Mark | None = None, ticks_at: Sequence[float] = (), ticks_text: str = "", log: bool = True,
 ) -> str:  # fmt: skip
     """One line over steps 0 .. `last`.
 
@@ -40,14 +40,14 @@ def line_chart(
     dots      a dot at each point (where they are few)
     mark      a point to name, such as the best
     ticks_at  steps to mark at the bottom, explained by `ticks_text`
-    The vertical axis is logarithmic where the values span a factor of 50.
+    log       a logarithmic axis where the values span a factor of 50
     """
     finite = [y for _, y in points if math.isfinite(y)]
     if not finite:
         return f'<p class="none">{escape(title)}: nothing was measured.</p>'
     x = scale.steps_axis(last, LEFT, WIDTH - RIGHT)
     bottom = HEIGHT - BOTTOM
-    spans = min(finite) > 0 and max(finite) > 50 * min(finite)
+    spans = log and min(finite) > 0 and max(finite) > 50 * min(finite)
     y = scale.logarithmic(finite, bottom, TOP) if spans else scale.linear(finite, bottom, TOP)
     body = [_axes(x, y, unit + (", logarithmic" if spans else ""))]
     for run in _runs(points):
@@ -118,14 +118,11 @@ def _axes(x: Scale | None, y: Scale, unit: str) -> str:
 
 
 def _named(mark: Mark, x: Scale, y: Scale) -> str:
-    """A ring around a point with its text beside it, on the side (and above or below) where there is room."""
-    px, py = x.at(mark.x), y.at(mark.y)
-    left = px < (LEFT + WIDTH - RIGHT) / 2
-    anchor, tx = ("start", px + 10) if left else ("end", px - 10)
-    ty = py + 18 if py < TOP + 30 else py - 10
+    """A ring around a point; its text is above the plot, where no line can cross it."""
     return (
-        f'<circle class="best" cx="{px:.1f}" cy="{py:.1f}" r="6"/>'
-        f'<text class="best-text" x="{tx:.1f}" y="{ty:.1f}" text-anchor="{anchor}">{escape(mark.text)}</text>'
+        f'<circle class="best" cx="{x.at(mark.x):.1f}" cy="{y.at(mark.y):.1f}" r="6"/>'
+        f'<circle class="best" cx="{WIDTH - RIGHT - 6}" cy="{TOP - 16}" r="5"/>'
+        f'<text class="best-text" x="{WIDTH - RIGHT - 18}" y="{TOP - 12}" text-anchor="end">{escape(mark.text)}</text>'
     )
 
 

@@ -14,13 +14,14 @@ from html import escape
 from typing import Any
 
 from cortiq_kernels.report.chart import Mark, bar_chart, line_chart
-from cortiq_kernels.report.console import number, seconds
+from cortiq_kernels.report.console import clean, number, seconds
 from cortiq_kernels.report.history import History
 from cortiq_kernels.report.results import count, size
 from cortiq_kernels.report.style import STYLE
 
 MARK = "<!DOCTYPE html><!-- cortiq run page -->"
 
+MOST_ROWS = 200
 Row = Sequence[object]
 
 
@@ -48,7 +49,7 @@ def page(events: Sequence[Mapping[str, Any]]) -> str:
         f'<meta name="color-scheme" content="light dark"/><title>{escape(title)}</title><style>{STYLE}</style></head>'
     )
     parts = "\n".join(p for p in body if p)
-    return f'{MARK}\n<html lang="en">\n{head}\n<body><main>\n{parts}\n</main></body></html>\n'
+    return clean(f'{MARK}\n<html lang="en">\n{head}\n<body><main>\n{parts}\n</main></body></html>\n')
 
 
 def _headline(h: History) -> list[Row]:
@@ -89,20 +90,17 @@ def _heal(h: History) -> list[str]:
             mark=Mark(*best, f"best: {number(best[1])} at step {best[0]}") if best else None,
         ),
         line_chart("rate", "Learning rate", f"The rate of each step, {_span([y for _, y in h.rates])}.", h.rates,
-                   last=h.of, unit="rate"),
+                   last=h.of, unit="rate", log=False),
         line_chart(
             "norm", "Gradient norm |g|", f"The global norm before clipping, {_span([y for _, y in h.norms])}; "
             + (f"{skipped}." if skipped else "no step was skipped."), h.norms, last=h.of, unit="|g|",
             ticks_at=[s["step"] for s in h.skips], ticks_text=skipped,
         ),
     ]  # fmt: skip
-    held = _table(("after step", f"held-out {name}"), [(f"{d:,}", number(y)) for d, y in h.evaluations])
-    out = [*charts, f"<details><summary>Held-out {escape(name)} as a table</summary>{held}</details>"]
-    if h.skips:
-        rows = [(s["step"], number(s["loss"]), number(s["norm"], 3), s.get("scale", "")) for s in h.skips[:200]]
-        table = _table(("at step", "loss", "|g|", "loss scale"), rows)
-        out.append(f"<details><summary>Skipped steps ({len(h.skips)})</summary>{table}</details>")
-    return out
+    held = [(f"{d:,}", number(y)) for d, y in h.evaluations]
+    out = [*charts, _details(f"Held-out {name} as a table", ("after step", f"held-out {name}"), held)]
+    skips = [(s["step"], number(s["loss"]), number(s["norm"], 3), s.get("scale", "")) for s in h.skips]
+    return [*out, _details(f"Skipped steps ({len(skips)})", ("at step", "loss", "|g|", "loss scale"), skips)]
 
 
 def _fold(h: History) -> list[str]:
@@ -111,9 +109,9 @@ def _fold(h: History) -> list[str]:
         return []
     low = min(bars, key=lambda b: b[1])
     about = f"Share of each layer's energy that its kept neurons hold; least {low[1]:.1%}, in layer {low[0]}."
-    table = _table(("layer", "kept energy"), [(label, f"{v:.2%}") for label, v in bars])
-    return [bar_chart("energy", "Kept energy by layer", about, bars, "share"),
-            f"<details><summary>Kept energy as a table</summary>{table}</details>"]  # fmt: skip
+    rows = [(label, f"{v:.2%}") for label, v in bars]
+    chart = bar_chart("energy", "Kept energy by layer", about, bars, "share")
+    return [chart, _details("Kept energy as a table", ("layer", "kept energy"), rows)]
 
 
 def _score(h: History) -> list[str]:
@@ -213,6 +211,17 @@ def _table(head: Sequence[str], rows: Sequence[Row]) -> str:
         cells = "".join(f"<td>{escape(str(c))}</td>" for c in rest)
         lines.append(f'<tr><th scope="row">{escape(str(first))}</th>{cells}</tr>')
     return f"<div class='scroll'><table>{top}<tbody>{''.join(lines)}</tbody></table></div>"
+
+
+def _details(title: str, head: Sequence[str], rows: Sequence[Row]) -> str:
+    """A table that is folded away; of a long one every k-th row and the last."""
+    if not rows:
+        return ""
+    every = math.ceil(len(rows) / MOST_ROWS)
+    if every > 1:
+        title += f" (one in {every}, and the last; the log has all)"
+        rows = [r for i, r in enumerate(rows) if i % every == 0 or i == len(rows) - 1]
+    return f"<details><summary>{escape(title)}</summary>{_table(head, rows)}</details>"
 
 
 def _words(key: str) -> str:

@@ -28,13 +28,13 @@ class Scale(NamedTuple):
         return self.a + share * (self.b - self.a)
 
 
-def linear(values: Sequence[float], a: float, b: float, *, most: int = 6, integers: bool = False) -> Scale:
-    """A scale over `values` (finite, at least one) whose ends are ticks, with at most `most` of them."""
+def linear(values: Sequence[float], a: float, b: float) -> Scale:
+    """A scale over `values` (finite, at least one) whose ends are ticks, 3 to 7 of them."""
     lo, hi = min(values), max(values)
-    if lo == hi:
+    if hi - lo <= 1e-9 * max(abs(lo), abs(hi)):  # so close that no label could tell them apart
         pad = abs(lo) / 10 or 1.0
-        lo, hi = (lo, lo + 1) if integers else (lo - pad, hi + pad)
-    step = _round_step((hi - lo) / (most - 2), integers)
+        lo, hi = lo - pad, hi + pad
+    step = _round_step((hi - lo) / 5)
     first, last = math.floor(lo / step), math.ceil(hi / step)
     ticks = [i * step for i in range(first, last + 1)]
     return Scale(ticks[0], ticks[-1], a, b, ticks, labels(ticks, step), False)
@@ -43,7 +43,7 @@ def linear(values: Sequence[float], a: float, b: float, *, most: int = 6, intege
 def steps_axis(last: int, a: float, b: float) -> Scale:
     """A scale of steps 0 .. last that ends at `last` exactly; ticks are round numbers."""
     last = max(last, 1)
-    step = int(_round_step(last / 7, True))
+    step = max(1, round(_round_step(last / 7)))
     ticks = [float(t) for t in range(0, last + 1, step)]
     return Scale(0.0, float(last), a, b, ticks, [f"{int(t):,}" for t in ticks], False)
 
@@ -81,8 +81,7 @@ def short(value: float) -> str:
     return text.replace("e-0", "e-").replace("e+0", "e")
 
 
-def _round_step(rough: float, integers: bool) -> float:
+def _round_step(rough: float) -> float:
     """The next of 1, 2, 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
-    return max(1.0, round(step)) if integers else step
+    return next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))

@@ -29,5 +29,5 @@ th, td { padding: 4px 20px 4px 0; text-align: left; vertical-align: top; border-
   overflow-wrap: anywhere }
 th { font-weight: 500; color: var(--soft); min-width: 9em } thead th { font-weight: 600 }
 details { margin: 8px 0 } summary { cursor: pointer; color: var(--soft) }
-@media print { details { display: block } }
+@media print { figure, tr { break-inside: avoid } }
 """
