@@ -25,18 +25,32 @@ _AGAIN = "Download it again."
 LFS_POINTER = b"version https://git-lfs"
 
 
+def brief(value: object, limit: int = 200) -> str:
+    """`value` as text of about `limit` characters at most, its middle left out, for a message."""
+    text = str(value)
+    if len(text) <= limit:
+        return text
+    tail = limit // 4
+    return f"{text[: limit - tail]}... ({len(text)} characters) ...{text[-tail:]}"
+
+
+#: characters of an error's text; names and values in a damaged file can be megabytes long
+LONGEST_ERROR = 3000
+
+
+class Refusal(ValueError):
+    """Base of the package's errors about what it was given; its text is cut in the middle where it is endless."""
+
+    def __init__(self, text: str = ""):
+        super().__init__(brief(text, LONGEST_ERROR))
+
+
 class Unreadable(ValueError):
     """Why a file cannot be used: `got` is what was found, `fix` what to do about it."""
 
     def __init__(self, got: str, fix: str = _AGAIN):
         super().__init__(f"got {got}. {fix}")
         self.got, self.fix = got, fix
-
-
-def brief(value: object, limit: int = 200) -> str:
-    """`value` as text of at most `limit` characters, for a message."""
-    text = str(value)
-    return text if len(text) <= limit else f"{text[: limit - 20]}... ({len(text)} characters)"
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:

@@ -11,7 +11,7 @@ V = 23
 ROWS = id_rows(V, (20, 31, 7))
 TRAIN = id_rows(V, (30, 25, 32, 28), "train", seed=1) + id_rows(V, (26, 9), "val", seed=2)
 CONFIG = config("LF", hidden=16, ffn=24, vocab=V, nq=2, nkv=1, hd=16, nk=1, nv=2)
-HEAL = (*SMALL, "--lr", "1e-3", "--eval-every", "4", "--ce", "1")
+HEAL = (*SMALL, "--lr", "1e-3", "--eval-every", "4", "--ce", "1", "--topk", "8")
 
 
 def heal(model: Path, data: Path, out: Path, *more: object) -> tuple:

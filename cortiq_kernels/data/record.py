@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from cortiq_kernels.reading import Refusal
+
 SPLITS = ("train", "val", "test")
 
 _FNV_OFFSET = 0xCBF29CE484222325
@@ -22,7 +24,7 @@ _FNV_PRIME = 0x100000001B3
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 
-class DataError(ValueError):
+class DataError(Refusal):
     """Records, tokenizer files or windows that cannot be used; the message says where, why and how to fix it."""
 
 

@@ -25,6 +25,7 @@ from cortiq_kernels.data.examples import Example, Problem, ignored_fields, parse
 from cortiq_kernels.data.files import Row, read_rows
 from cortiq_kernels.data.record import SPLITS, DataError, Record, fnv1a64
 from cortiq_kernels.data.tokens import Tokenizer
+from cortiq_kernels.reading import brief
 
 _SHOWN = 5  # problems spelled out in one error
 _CHUNK = 256  # records tokenised together
@@ -163,7 +164,7 @@ class _Reader:
         if not self.problems:
             return
         self.problems.sort()
-        lines = [f"line {line}: {what}" for line, what in self.problems[:_SHOWN]]
+        lines = [f"line {line}: {brief(what, 500)}" for line, what in self.problems[:_SHOWN]]
         if (more := len(self.problems) - _SHOWN) > 0:
             lines.append(f"and {more} more")
         n = len(self.problems)

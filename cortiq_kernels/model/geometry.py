@@ -37,7 +37,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cortiq_kernels.reading import brief
+from cortiq_kernels.reading import Refusal, brief
 
 FULL = "full_attention"
 LINEAR = "linear_attention"
@@ -46,7 +46,7 @@ PREFIXES = ("model.", "model.language_model.")
 LARGEST, MOST_LAYERS = 2**31 - 1, 4096
 
 
-class ModelError(ValueError):
+class ModelError(Refusal):
     """A model directory (or config, or place) that cannot be used; says what, got, expected, and how to fix it."""
 
 

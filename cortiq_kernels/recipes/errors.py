@@ -1,15 +1,17 @@
-"""The error of a refused request. Imports nothing, so config modules and the command line can use it."""
+"""The error of a refused request. Imports nothing heavy, so config modules and the command line can use it."""
 
 from __future__ import annotations
 
+from cortiq_kernels.reading import Refusal, brief
 
-class InputError(ValueError):
+
+class InputError(Refusal):
     """A request that cannot be met, found before any work: one line with what, got, expected and how to fix."""
 
 
 def refuse(what: str, got: object, expected: str, fix: str) -> InputError:
     """The error to raise: `what: got GOT; expected EXPECTED. FIX`."""
-    return InputError(f"{what}: got {got}; expected {expected}. {fix}")
+    return InputError(f"{brief(what, 500)}: got {brief(got, 500)}; expected {expected}. {fix}")
 
 
 def need(ok: bool, what: str, got: object, expected: str, fix: str) -> None:

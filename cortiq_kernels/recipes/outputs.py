@@ -10,7 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cortiq_kernels.recipes.errors import refuse
+from cortiq_kernels.reading import Unreadable, kind_of, open_file
+from cortiq_kernels.recipes.errors import need, refuse
 from cortiq_kernels.report.page import MARK as PAGE_MARK
 
 
@@ -75,9 +76,17 @@ def check_page(what: str, file: Path, fix: str) -> None:
 
 
 def _check_place(what: str, file: Path, fix: str) -> None:
-    if file.is_dir():
+    kind = kind_of(file)
+    if kind == "a directory":
         raise refuse(what, f"the directory {str(file)!r}", "a file", fix)
-    parent = next(p for p in file.absolute().parents if p.exists())
+    if what.endswith(": log") and file.is_absolute() and file.parts[1] == "dev" and kind in ("a device", "a pipe"):
+        need(os.access(file, os.W_OK), what, repr(str(file)), "a place that can be written to", fix)
+        return
+    if kind not in (None, "a symlink to a missing file") and not kind.startswith("no such file"):
+        raise refuse(what, f"{kind} at {str(file)!r}", "a regular file, or none yet", fix)
+    if kind is None and not os.access(file, os.W_OK):
+        raise refuse(what, f"{str(file)!r}, which may not be written to", "a file that may", fix)
+    parent = next(p for p in _real(file).parents if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise refuse(what, f"{str(file)!r} below {str(parent)!r}", "a directory that can be written to", fix)
 
@@ -91,9 +100,9 @@ def _is_run_log(file: Path) -> bool:
 def _start(file: Path) -> bytes:
     """The first bytes of a file; none where it is absent or unreadable: the place is checked for being writable."""
     try:
-        with open(file, "rb") as f:
+        with open_file(file) as f:
             return f.read(256).strip()
-    except OSError:
+    except (OSError, Unreadable):
         return b""
 
 
