@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from cortiq_kernels import backend
 from cortiq_kernels.data.batches import Batch, Batches, eval_batches, train_batches
 from cortiq_kernels.data.records import Dataset
@@ -15,11 +13,12 @@ from cortiq_kernels.data.windows import pack
 from cortiq_kernels.model import names
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.hf import ModelDir, check_destination, open_model
-from cortiq_kernels.model.layout import plan_layout
 from cortiq_kernels.recipes.checkpoint_dir import checkpoint_path
 from cortiq_kernels.recipes.errors import need
 from cortiq_kernels.recipes.heal_config import HealConfig
+from cortiq_kernels.recipes.heal_memory import heal_memory
 from cortiq_kernels.recipes.inputs import Joined, check_same_tokens, geometry_summary, layer_parameters, load_for
+from cortiq_kernels.recipes.memory import check_fits
 from cortiq_kernels.recipes.outputs import check_files
 from cortiq_kernels.recipes.prefix import PrefixPlan, plan_prefix
 from cortiq_kernels.recipes.resume import check_room, find_checkpoint, output_is_done, same_prefix
@@ -27,7 +26,7 @@ from cortiq_kernels.recipes.schedule import total_steps
 from cortiq_kernels.recipes.target_dir import check_target_directory, held_bytes, target_directory
 from cortiq_kernels.recipes.target_file import file_bytes
 from cortiq_kernels.recipes.targets import TargetStore, asked_topk
-from cortiq_kernels.step import Buffers
+from cortiq_kernels.report.results import size
 
 HOST_SHARE = 0.3  # of the host memory available, for the prefix cache, and again for the targets
 
@@ -119,27 +118,14 @@ class HealPlan:
     def _where_targets(self) -> str:
         if self.teacher is None:
             return "the true next tokens: no teacher"
-        place, size = target_directory(self.cfg), f"{self.target_bytes / 2**30:.2f} GiB"
+        place = target_directory(self.cfg)
         where = "in memory" if self.target_bytes <= self.target_room else "read from there in every step"
         stay = "kept for later runs" if self.cfg.targets else "removed when the output is written"
-        return f"{size} in {place} ({stay}), {where} while it trains"
+        return f"{size(self.target_bytes)} in {place} ({stay}), {where} while it trains"
 
     def memory(self) -> dict[str, int]:
-        """Estimated bytes: the student with its optimizer, activations (without what mixers save), the teacher (which
-        is gone before the student comes), host caches; and what is free.
-        """
-        cfg, g, dtype = self.cfg, self.student.geometry, self.dtype.dtype
-        layout = plan_layout(g, train=cfg.train, train_from=cfg.train_from, first_layer=self.first_layer)
-        buffers = Buffers(g, self.n, dtype, torch.device("meta"), first=self.first_layer, save_from=cfg.train_from)
-        return {
-            "student_and_optimizer": layout.nbytes(dtype.itemsize),
-            "activations": buffers.nbytes,
-            "teacher": plan_layout(self.teacher.geometry).nbytes(dtype.itemsize) if self.teacher else 0,
-            "host_targets": self.target_bytes if self.target_bytes <= self.target_room else 0,
-            "host_prefix": self.prefix.nbytes if self.prefix and self.prefix.dtype else 0,
-            "free": backend.free_bytes(self.device.device),
-            "host_free": backend.host_free_bytes(),
-        }
+        """Estimated bytes by part and phase, their peak, and what is free; see `heal_memory`."""
+        return heal_memory(self)
 
 
 def plan_heal(cfg: HealConfig) -> HealPlan:
@@ -178,10 +164,10 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
     rows, beside = [b.n_scored for b in Joined(train, val)], 0
     if teacher is not None:
         need(cfg.topk <= g.vocab, "heal: topk", cfg.topk, f"1 .. {g.vocab} (the vocabulary)", "Set --topk.")
-        size = file_bytes(rows, topk)
-        check_target_directory(cfg, size)
+        on_disk = file_bytes(rows, topk)
+        check_target_directory(cfg, on_disk)
         if cfg.targets is None:  # they lie beside the output while it is made
-            beside = max(0, size - held_bytes(cfg))
+            beside = max(0, on_disk - held_bytes(cfg))
     prefix = None
     if cfg.train_from > 0:
         prefix = plan_prefix(len(train) + len(val), cfg.batch * cfg.window, g.hidden, dtype.dtype, host)
@@ -191,10 +177,11 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
         topk, prefix, rows, host, notes,
     )  # fmt: skip
     memory = plan.memory()
-    least = max(memory["student_and_optimizer"] + memory["activations"], memory["teacher"])
+    notes += check_fits("heal", memory, device.device, "Lower --batch or --window.")
     need(
-        least <= memory["free"], "heal: memory", f"a plan that needs at least {least / 2**30:.1f} GiB",
-        f"at most the {memory['free'] / 2**30:.1f} GiB that are free on {device.device}", "Lower --batch or --window.",
+        memory["host_least"] <= memory["host_free"], "heal: host memory",
+        f"best weights, targets and prefix cache of {size(memory['host_least'])}",
+        f"at most the {size(memory['host_free'])} that are free", "Train fewer layers: --train-from, or --train mlp.",
     )  # fmt: skip
     if not done:
         check_room(plan, beside)

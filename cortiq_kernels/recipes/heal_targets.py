@@ -23,6 +23,7 @@ from cortiq_kernels.recipes.inputs import Progress, Ticks
 from cortiq_kernels.recipes.target_dir import give_up, open_targets, target_key, unlock
 from cortiq_kernels.recipes.target_file import TargetFile
 from cortiq_kernels.recipes.targets import TargetStore, TrueTokens, teacher_targets
+from cortiq_kernels.report.results import size
 from cortiq_kernels.step import Evaluator
 
 HealTargets = TargetStore | TargetFile | TrueTokens
@@ -49,7 +50,7 @@ def obtain_targets(plan: HealPlan, progress: Progress) -> tuple[HealTargets, flo
         raise
     unlock(file)
     if plan.target_bytes > plan.target_room:
-        _note(progress, f"targets ({plan.target_bytes / 2**30:.1f} GiB) are read from {file.path} in every step")
+        _note(progress, f"targets ({size(plan.target_bytes)}) are read from {file.path} in every step")
         return file, time.perf_counter() - began
     store = TargetStore(rows, plan.topk, pin=plan.device.device.type == "cuda")
     for i in range(len(rows)):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cortiq_kernels.data.batches import Batch
 from cortiq_kernels.model.weights import Weights
+from cortiq_kernels.report.results import size
 from cortiq_kernels.step.buffers import Buffers
 from cortiq_kernels.step.forward import Sequences, embed, layers_forward, rope_for
 
@@ -34,7 +35,7 @@ class PrefixPlan:
 def plan_prefix(n_batches: int, n: int, hidden: int, dtype: torch.dtype, budget: int) -> PrefixPlan:
     """How to keep the residual streams [n, hidden] of `n_batches` batches in at most `budget` host bytes."""
     full = n_batches * n * hidden * dtype.itemsize
-    sizes = f"{full / 2**30:.2f} GiB needed, {budget / 2**30:.2f} GiB allowed"
+    sizes = f"{size(full)} needed, {size(budget)} allowed"
     if full <= budget:
         return PrefixPlan(dtype, full, f"frozen layers run once per batch, kept in {_name(dtype)}: {sizes}")
     if dtype == torch.float32 and full // 2 <= budget:

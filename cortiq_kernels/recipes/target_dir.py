@@ -34,7 +34,8 @@ from cortiq_kernels.data.batches import Batch
 from cortiq_kernels.model.hf import ModelDir
 from cortiq_kernels.recipes.errors import need, refuse
 from cortiq_kernels.recipes.heal_config import HealConfig
-from cortiq_kernels.recipes.target_file import FORMAT, TargetFile
+from cortiq_kernels.recipes.target_file import FORMAT, TargetFile, file_bytes
+from cortiq_kernels.report.results import size
 
 KEPT = 4  # sets of targets that stay in a --targets directory
 SUFFIX = ".targets"
@@ -67,8 +68,8 @@ def check_target_directory(cfg: HealConfig, room: int = 0) -> None:
             raise refuse(what, f"{str(place)!r} in --{name} {str(real)!r}", "a directory of its own", fix)
     if cfg.targets is not None:
         free = shutil.disk_usage(parent).free + held_bytes(cfg)
-        got = f"{free / 2**30:.1f} GiB free on {str(parent)!r}"
-        need(free >= room, what, got, f"at least {room / 2**30:.1f} GiB", "Free some space, or lower --topk.")
+        got = f"{size(free)} free on {str(parent)!r}"
+        need(free >= room, what, got, f"at least {size(room)}", "Free some space, or lower --topk.")
 
 
 def target_key(teacher: ModelDir, batches: Iterable[Batch], *, k: int, alpha: float, dtype: str) -> bytes:
@@ -104,7 +105,7 @@ def open_targets(
             except OSError as e:
                 _remove_empty(made)
                 raise refuse(
-                    "heal: targets", f"{e.strerror or e} at {str(path)!r}", f"room for {_size(rows, k)}",
+                    "heal: targets", f"{e.strerror or e} at {str(path)!r}", f"room for {size(file_bytes(rows, k))}",
                     "Free some space, lower --topk, or set --targets to another disk.",
                 ) from e  # fmt: skip
             if _try_lock(file.fd):
@@ -192,7 +193,3 @@ def _hash_file(path: Path) -> bytes:
         while block := f.read(_HASH_BLOCK):
             h.update(block)
     return h.digest()
-
-
-def _size(rows: Sequence[int], k: int) -> str:
-    return f"{8 * k * sum(rows) / 2**30:.1f} GiB"

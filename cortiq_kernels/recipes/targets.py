@@ -133,6 +133,7 @@ def teacher_targets(
                 probs = probs / probs.sum(1, keepdim=True).clamp(min=1e-12)
             out_ids[a:b].copy_(ids)
             out_probs[a:b].copy_(probs)
+            del logits, top  # or two slabs, of 2 GB each on a GPU, are alive while the next one is made
         store.put(i, out_ids, out_probs, float(const))
         done(done_before + 1)
 

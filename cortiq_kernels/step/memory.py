@@ -1,0 +1,139 @@
+"""Bytes that a step takes, before there is one: pure arithmetic over the geometry, no tensors on any device.
+
+    buffers    what `Buffers` preallocates
+    saved      what the ops keep for the backward besides: the mixers' tensors and the norms' rstd, of the kept layers
+    workspace  the most that one layer's forward or backward has alive for itself, or the update
+    head       the slab of logits and what the loss, or the top-k, makes of it
+
+    peak = buffers + saved + max(workspace, head)
+
+`buffers` and `saved` are exact (tests hold them against the tensors). `workspace` and `head` follow the op's code in
+plain torch: floats a token, found by counting and held against measured peaks to 15 % of the whole (tests). An op that
+changes what it keeps, or gets a kernel that needs less, changes its lines here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cortiq_kernels.model.geometry import Geometry
+from cortiq_kernels.model.weights import acc_dtype
+from cortiq_kernels.ops.attention import BLOCK_Q
+from cortiq_kernels.ops.topk_kl import CHUNK_ROWS
+from cortiq_kernels.step.buffers import Buffers
+
+_GDN_CHUNK = {"cpu": 32, "cuda": 64}  # tokens a chunk of Gated DeltaNet
+_CPU_SLAB = 1 << 25  # elements of a slab of logits on a CPU
+_ADAM_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 26}  # elements that an update works on at a time
+_ADAM_COPIES = 7  # of a chunk: g, m, v, their root, p, the step, and what is selected
+
+
+class StepBytes(NamedTuple):
+    """See the module docstring."""
+
+    buffers: int
+    saved: int
+    workspace: int
+    head: int
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at a time, weights and optimizer not counted."""
+        return self.buffers + self.saved + max(self.workspace, self.head)
+
+
+def train_bytes(
+    g: Geometry, n: int, window: int, rows: int, dtype: torch.dtype, device: str, *, first: int, train_from: int,
+    trained: int,
+) -> StepBytes:  # fmt: skip
+    """A training step of `n` tokens in windows of `window`, `rows` of them scored, on a `device` type.
+
+    The student holds layers `first ..` and trains those from `train_from` on; `trained`: elements of its masters.
+    """
+    acc = acc_dtype(dtype).itemsize
+    buffers = Buffers(g, n, dtype, torch.device("meta"), first=first, save_from=train_from)
+    kept, layers = range(train_from, g.n_layers), range(first, g.n_layers)
+    saved = sum(mixer_saved(g, i, n, window, dtype, device) + 2 * n * acc for i in kept) + n * acc
+    work = [layer_workspace(g, i, n, window, dtype, device, backward=i >= train_from) for i in layers]
+    update = _ADAM_COPIES * acc * min(trained, _ADAM_CHUNK.get(device, _ADAM_CHUNK["cpu"]))
+    return StepBytes(buffers.nbytes, saved, max(*work, update), head_bytes(g, rows, dtype, device, backward=True))
+
+
+def forward_bytes(
+    g: Geometry, n: int, window: int, rows: int, dtype: torch.dtype, device: str, *, slabs: float = 1.0
+) -> StepBytes:
+    """A forward pass of the whole stack that keeps nothing; `rows` go through the head (0: none), which has `slabs`
+    slabs of logits alive in the accumulation dtype besides the one in `dtype`.
+    """
+    buffers = Buffers(g, n, dtype, torch.device("meta"))
+    work = [layer_workspace(g, i, n, window, dtype, device, backward=False) for i in range(g.n_layers)]
+    slab = slab_elements(g.vocab, rows, device)
+    head = int(slab * (dtype.itemsize + slabs * acc_dtype(dtype).itemsize)) + rows * g.hidden * dtype.itemsize
+    return StepBytes(buffers.nbytes, 0, max(work), head)
+
+
+def mixer_saved(g: Geometry, layer: int, n: int, window: int, dtype: torch.dtype, device: str) -> int:
+    """Bytes that a mixer's forward keeps for its backward, the caller's projection not counted.
+
+    Attention: o before the gate, and the log-sum-exp. Gated DeltaNet, per value head: the states that enter each chunk
+    and the last one, T, V' and o, in the accumulation dtype, windows padded to whole chunks.
+    """
+    acc = acc_dtype(dtype).itemsize
+    if g.is_full(layer):
+        return n * g.nq * (g.hd * dtype.itemsize + acc)
+    chunk = gdn_chunk(window, device)
+    chunks = -(-window // chunk) * (n // window)
+    states = (chunks + n // window) * g.dk * g.dv
+    return acc * g.nv * (states + chunks * chunk * (chunk + 2 * g.dv))
+
+
+def layer_workspace(
+    g: Geometry, layer: int, n: int, window: int, dtype: torch.dtype, device: str, *, backward: bool
+) -> int:
+    """Most bytes that the mixer or the MLP of a layer has alive for itself."""
+    acc = acc_dtype(dtype).itemsize
+    cast = 0 if dtype.itemsize == acc else 1  # 16-bit operands are converted first
+    f = g.intermediate[layer]
+    mlp = n * f * acc * ((4 + 3 * cast) if backward else (1 + 2 * cast))
+    if g.is_full(layer):
+        q, kv = g.nq * g.hd, g.nkv * g.hd
+        scores = 2.5 * g.nq * min(BLOCK_Q.get(device, BLOCK_Q["cpu"]), window)
+        mixer = acc * n * ((5 * q + 4 * kv if backward else 2.5 * q + 3 * kv) + scores)
+    else:
+        chunk = gdn_chunk(window, device)
+        conv, v = 2 * g.nk * g.dk + g.nv * g.dv, g.nv * g.dv
+        states = g.nv * g.dk * g.dv / chunk
+        if backward:
+            mixer = acc * n * (3.5 * conv + 10 * v + 8 * g.nv * chunk + states)
+        else:
+            mixer = acc * n * (3 * conv + 5 * v + 4 * g.nv * chunk) + mixer_saved(g, layer, n, window, dtype, device)
+    return int(max(mlp, mixer))
+
+
+def head_bytes(g: Geometry, rows: int, dtype: torch.dtype, device: str, *, backward: bool) -> int:
+    """Bytes of the head with its loss on `rows` scored rows.
+
+    On a GPU one slab of logits, worked on in place, and the gradient of its rows in f32; in plain torch the slab in the
+    working dtype and a copy or two in the accumulation dtype.
+    """
+    acc = acc_dtype(dtype).itemsize
+    slab = slab_elements(g.vocab, rows, device)
+    if device == "cuda" and dtype != torch.float64:
+        return slab * dtype.itemsize + min(rows, CHUNK_ROWS) * g.hidden * (4 + dtype.itemsize)
+    return slab * ((2 * acc if dtype.itemsize == acc else 2 * acc + dtype.itemsize) if backward else 2 * acc)
+
+
+def slab_elements(vocab: int, rows: int, device: str) -> int:
+    """Logits that are alive at a time."""
+    most = CHUNK_ROWS if device == "cuda" else max(1, _CPU_SLAB // vocab)
+    return min(rows, most) * vocab
+
+
+def gdn_chunk(window: int, device: str) -> int:
+    """Tokens a chunk of Gated DeltaNet: a power of two from 16 on, no longer than a window needs."""
+    chunk = 16
+    while chunk < min(window, _GDN_CHUNK.get(device, _GDN_CHUNK["cpu"])):
+        chunk *= 2
+    return chunk

@@ -1,0 +1,133 @@
+"""What a plan says of memory, against the tensors and against the peak of a process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import batch, config, geometry, targets
+
+from cortiq_kernels.model.weights import Weights
+from cortiq_kernels.recipes import heal_plan
+from cortiq_kernels.recipes.errors import InputError
+from cortiq_kernels.recipes.heal_config import HealConfig
+from cortiq_kernels.step import Micro, Trainer
+from cortiq_kernels.step.loss import Targets
+from cortiq_kernels.step.memory import gdn_chunk, train_bytes
+
+TOLERANCE = 0.25
+
+# A heal in a process of its own, with the peak of its resident memory over what importing and a tiny step took.
+CHILD = """
+import json, sys
+import torch
+torch.set_num_threads(1)
+from cortiq_kernels.recipes import heal
+from cortiq_kernels.recipes.heal_config import HealConfig
+from pathlib import Path
+
+def kib(key):
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) << 10 for line in f if line.startswith(key))
+
+warm, settings = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+def made(d):
+    return HealConfig(**{k: Path(v) if k in ("student", "teacher", "data", "out") else v for k, v in d.items()})
+heal.run(made(warm))
+before = kib("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")
+plan = {}
+heal.run(made(settings), lambda e: plan.update(e) if e["event"] == "plan" else None)
+print(json.dumps({"peak": kib("VmHWM") - before, "memory": plan["memory"]}))
+"""
+
+
+def storages(value, seen: set[int]) -> int:
+    """Bytes of all tensors in a nest of tuples, each storage once."""
+    if isinstance(value, torch.Tensor):
+        s = value.untyped_storage()
+        fresh = s.data_ptr() not in seen
+        seen.add(s.data_ptr())
+        return s.nbytes() if fresh else 0
+    return sum(storages(v, seen) for v in value) if isinstance(value, tuple) else 0
+
+
+@pytest.mark.parametrize("window", [16, 24, 48, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize(("first", "train_from"), [(0, 0), (0, 2), (1, 1)])
+def test_buffers_and_saved_tensors_are_counted_to_the_byte(window, dtype, first, train_from):
+    g = geometry("LFLF", hidden=24, ffn=20, vocab=37)
+    w = Weights.random(g, dtype=dtype, train="layers", train_from=train_from, first_layer=first)
+    b = batch([[9, 5], [12]], window, g.vocab)
+    n = 2 * window
+    trainer = Trainer(w, n, window)
+    x = torch.zeros(n, 24, dtype=dtype) if first else None
+    trainer.step([Micro(b, Targets(*targets(b, g.vocab, 3)), x)], 1e-3)
+    said = train_bytes(
+        g, n, window, b.n_scored, dtype, "cpu", first=first, train_from=train_from, trained=w.layout.trained_numel
+    )
+    buf = trainer.buffers
+    own = [t for t in vars(buf).values() if isinstance(t, torch.Tensor)]
+    slots = ("x_mix", "n_mix", "proj", "mix", "x_mlp", "n_mlp", "gate_up")
+    own += [getattr(s, name) for s in (buf._shared, *buf.kept.values()) for name in slots]
+    seen: set[int] = set()
+    assert sum(storages(t, seen) for t in own) == said.buffers
+    kept = sum(storages((s.norm_mix, s.mixer, s.norm_mlp), seen) for s in buf.kept.values())
+    assert kept + storages(buf.final_norm, seen) == said.saved
+    assert sorted(buf.kept) == list(range(train_from, 4))
+
+
+def test_chunks_of_gated_deltanet():
+    assert [gdn_chunk(t, "cpu") for t in (1, 16, 17, 32, 4096)] == [16, 16, 32, 32, 32]
+    assert [gdn_chunk(t, "cuda") for t in (1, 33, 64, 4096)] == [16, 64, 64, 64]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks of a process are read from Linux's /proc")
+@pytest.mark.parametrize(
+    ("layers", "vocab", "more"), [("LLFL", 800, {}), ("LLFL", 800, {"train_from": 2, "ce": 0.5}), ("FFL", 9000, {})]
+)
+def test_the_peak_of_a_heal_is_what_the_plan_said(tmp_path, build, world, layers, vocab, more):
+    cfg = config(layers, hidden=192, ffn=768, nq=4, nkv=2, hd=48, nk=4, nv=4, dk=48, dv=48, vocab=vocab)
+    student, teacher = build.model(tmp_path / "s", cfg), build.model(tmp_path / "t", cfg, seed=1)
+    data = build.records(tmp_path / "d.jsonl", vocab, train=150, val=40)
+    shared = dict(device="cpu", epochs=0.01, checkpoint_every="off")
+    settings = dict(student=student, teacher=teacher, data=data, out=tmp_path / "o", window=256, batch=4, topk=16)
+    warm = dict(student=world.student, teacher=world.teacher, data=world.data, out=tmp_path / "w", window=32, batch=2)
+    both = [json.dumps({**shared, **kind}, default=str) for kind in ({**warm, "topk": 4}, {**settings, **more})]
+    done = subprocess.run([sys.executable, "-c", CHILD, *both], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["memory"]["peak"] == pytest.approx(found["peak"], rel=TOLERANCE)
+
+
+def heal_of(world, tmp_path, **more) -> HealConfig:
+    return HealConfig(
+        world.student, world.data, tmp_path / "o", world.teacher, device="cpu", window=32, batch=2, topk=8, **more
+    )
+
+
+def test_what_surely_does_not_fit_is_refused_and_what_may_not_is_said(world, tmp_path, monkeypatch):
+    cfg = heal_of(world, tmp_path)
+    memory = heal_plan.plan_heal(cfg).memory()
+    assert memory["least"] < memory["peak"]
+    for free, notes in ((memory["peak"], 0), (memory["peak"] - 1, 1), (memory["least"], 1)):
+        monkeypatch.setattr(heal_plan.backend, "free_bytes", lambda device, free=free: free)
+        assert sum("may not fit" in n for n in heal_plan.plan_heal(cfg).notes) == notes
+    monkeypatch.setattr(heal_plan.backend, "free_bytes", lambda device: memory["least"] - 1)
+    with pytest.raises(InputError, match="heal: memory: got a plan that needs at least .* Lower --batch"):
+        heal_plan.plan_heal(cfg)
+
+
+def test_every_part_of_a_plan_moves_with_its_cause(world, tmp_path):
+    base = heal_plan.plan_heal(heal_of(world, tmp_path)).memory()
+    tail = heal_plan.plan_heal(heal_of(world, tmp_path, train_from=2)).memory()
+    alone = heal_plan.plan_heal(dataclasses.replace(heal_of(world, tmp_path), teacher=None, ce=1.0)).memory()
+    assert base["host_prefix"] == base["prefix_phase"] == 0 < min(tail["host_prefix"], tail["prefix_phase"])
+    for part in ("student_and_optimizer", "activations", "saved_by_ops", "host_best"):
+        assert tail[part] < base[part], part
+    assert alone["teacher"] == alone["teacher_phase"] == alone["host_targets"] == 0 < base["host_targets"]
+    assert base["host_least"] == base["host_targets"] + base["host_best"]
