@@ -35,7 +35,7 @@ def check_destination(
     (`ModelDir.total_bytes()` is an upper bound for anything that does not grow), `also` further directories that are
     read.
 
-    Raises `ModelError` when `dst` is one of those, lies inside it or contains it (symlinks resolved on both sides),
+    Raises `ModelError` when `dst` is one of those, lies inside it or contains it (symlinks resolved, mounts compared),
     exists and is not an empty directory, when its parent cannot be written to, or when the file system has less than
     `need_bytes` and a little free. Creates nothing.
     """
@@ -43,11 +43,11 @@ def check_destination(
     for source in (Path(os.path.realpath(p)) for p in (src, *also) if p is not None):
         how = (
             "is"
-            if place == source
+            if _same(place, source)
             else "is inside"
-            if source in place.parents
+            if any(_same(p, source) for p in place.parents)
             else "contains"
-            if place in source.parents
+            if any(_same(p, place) for p in source.parents)
             else ""
         )
         if how:
@@ -83,6 +83,14 @@ def check_destination(
             "Free some space."
         )
     return place
+
+
+def _same(a: Path, b: Path) -> bool:
+    """Whether two resolved paths are one place: by name, or as two mounts of one directory."""
+    try:
+        return a == b or os.path.samefile(a, b)
+    except OSError:  # one of them does not exist
+        return False
 
 
 def partial_name(place: Path) -> Path:

@@ -26,12 +26,15 @@ from cortiq_kernels.data.records import Dataset
 from cortiq_kernels.data.windows import pack
 from cortiq_kernels.model import names
 from cortiq_kernels.model.hf import ModelDir, check_destination, open_model, width_changed_updates, write_model
-from cortiq_kernels.model.weights import Weights
+from cortiq_kernels.model.weights import Weights, acc_dtype
 from cortiq_kernels.recipes.errors import InputError, need
 from cortiq_kernels.recipes.fold_config import FoldConfig
 from cortiq_kernels.recipes.inputs import Progress, Ticks, fit_shape, geometry_summary, load_for, silent
+from cortiq_kernels.recipes.lock import check_unlocked, locked
+from cortiq_kernels.recipes.memory import check_fits, forward_memory
 from cortiq_kernels.recipes.outputs import check_files
 from cortiq_kernels.recipes.provenance import provenance
+from cortiq_kernels.recipes.stopping import stop_on_signals
 from cortiq_kernels.step import Buffers
 from cortiq_kernels.step.buffers import cut
 from cortiq_kernels.step.forward import Sequences, embed, layers_forward, rope_for
@@ -90,10 +93,18 @@ class FoldPlan:
             "device_reason": self.device.reason,
             "dtype": backend.dtype_name(self.dtype.dtype),
             "dtype_reason": self.dtype.reason,
-            "memory": {"free": backend.free_bytes(self.device.device), "host_free": backend.host_free_bytes()},
+            "memory": self.memory(),
             "out": str(self.cfg.out),
             "notes": self.notes,
         }
+
+    def memory(self) -> dict[str, int]:
+        """Estimated bytes of the measurement by part, their peak, and what is free (`memory.py`)."""
+        g, n, acc = self.model.geometry, self.batches.batch * self.batches.window, acc_dtype(self.dtype.dtype)
+        squares = n * max(g.intermediate) * (self.dtype.dtype.itemsize + 2 * acc.itemsize)  # of one layer, real rows
+        return forward_memory(
+            g, n, self.batches.window, 0, self.dtype.dtype, self.device.device, work=squares + sum(g.intermediate) * 8
+        )
 
 
 def plan_fold(cfg: FoldConfig) -> FoldPlan:
@@ -121,16 +132,29 @@ def plan_fold(cfg: FoldConfig) -> FoldPlan:
         )
     if set(model.geometry.intermediate) == {width}:
         notes.append(f"the MLPs are {width} wide already: every neuron is kept")
-    return FoldPlan(cfg, device, dtype, model, dataset, batches, width, notes)
+    plan = FoldPlan(cfg, device, dtype, model, dataset, batches, width, notes)
+    notes += check_fits("fold", plan.memory(), device.device, "Lower --batch or --window.")
+    return plan
 
 
 def run(cfg: FoldConfig, progress: Progress = silent) -> FoldReport:
     """Fold `cfg.model` and write `cfg.out`. Events: "plan", "note", "tick" (phase "measure"), "layer", "write".
 
-    Raises as `plan_fold`, and InputError naming a layer whose neurons were never active; nothing is written then.
+    Raises as `plan_fold`, and InputError naming a layer whose neurons were never active, or for an output that another
+    run holds; nothing is written then. A signal raises `Stopped`.
     """
-    began = time.perf_counter()
-    plan = plan_fold(cfg)
+    with stop_on_signals():
+        cfg.check()
+        check_unlocked("fold", cfg.out)
+        plan = plan_fold(cfg)
+        with locked("fold", cfg.out):
+            check_destination(plan.model.path, cfg.out, 0)  # another run may have written it since the plan was made
+            return _run(plan, progress)
+
+
+def _run(plan: FoldPlan, progress: Progress) -> FoldReport:
+    """The work, with the output's lock held."""
+    began, cfg = time.perf_counter(), plan.cfg
     progress({"event": "plan", **plan.describe()})
     for note in plan.notes:
         progress({"event": "note", "text": note})

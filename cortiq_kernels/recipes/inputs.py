@@ -19,6 +19,7 @@ from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.hf import ModelDir
 from cortiq_kernels.reading import brief
 from cortiq_kernels.recipes.errors import need, refuse
+from cortiq_kernels.recipes.stopping import check
 
 Progress = Callable[[dict[str, Any]], None]
 T = TypeVar("T")
@@ -30,7 +31,7 @@ def silent(event: dict[str, Any]) -> None:
 
 class Ticks:
     """Progress of one phase: emits {"event": "tick", "phase", "done", "of"} for every call with the number done so
-    far.
+    far. Between two batches a run may be stopped (`stopping.check`).
     """
 
     def __init__(self, progress: Progress, phase: str, of: int):
@@ -38,6 +39,7 @@ class Ticks:
 
     def __call__(self, done: int) -> None:
         self.progress({"event": "tick", "phase": self.phase, "done": done, "of": self.of})
+        check()
 
 
 class Joined(Sequence[T]):

@@ -32,9 +32,9 @@ def parse_interval(text: str, what: str = "checkpoint_every") -> Interval:
     """`"500"` is steps, `"90s"`, `"10m"` and `"2h"` are times, `"off"` is never. InputError for anything else."""
     if text == "off":
         return Interval()
-    if re.fullmatch(r"\d{1,9}", text) and int(text) > 0:
+    if re.fullmatch(r"[0-9]{1,9}", text) and int(text) > 0:
         return Interval(steps=int(text))
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh])", text)
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smh])", text)
     if found and float(found[1]) > 0:
         return Interval(seconds=float(found[1]) * _UNITS[found[2]])
     flag = "--" + what.rpartition(" ")[2].replace("_", "-")

@@ -131,6 +131,14 @@ def _real(path: Path) -> Path:
 
 
 def _inside(file: Path, place: Path) -> bool:
-    """Whether `file` is `place` or lies inside it, by name (symlinks resolved) or as another name of the same file."""
+    """Whether `file` is `place` or lies inside it: by name (symlinks resolved), or because one of its parents is the
+    same file under another name (a hard link, a second mount of the same directory).
+    """
     real, other = _real(file), _real(place)
-    return real == other or other in real.parents or (real.is_file() and other.is_file() and real.samefile(other))
+    if real == other or other in real.parents:
+        return True
+    try:
+        target = other.stat()
+    except OSError:
+        return False
+    return any(p.exists() and os.path.samestat(p.stat(), target) for p in (real, *real.parents))

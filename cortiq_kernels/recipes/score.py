@@ -12,6 +12,7 @@ sums are float64.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -41,13 +42,18 @@ from cortiq_kernels.recipes.inputs import (
     load_for,
     silent,
 )
+from cortiq_kernels.recipes.lock import locked
+from cortiq_kernels.recipes.memory import check_fits, forward_memory
 from cortiq_kernels.recipes.outputs import check_files, write_file
 from cortiq_kernels.recipes.provenance import plain
 from cortiq_kernels.recipes.rows import logits_of
 from cortiq_kernels.recipes.score_config import ScoreConfig
+from cortiq_kernels.recipes.stopping import stop_on_signals
+from cortiq_kernels.report.results import size
 from cortiq_kernels.step import Evaluator
 
 HOST_SHARE = 0.3  # of the host memory available, for the source's hidden rows in a comparison
+_SLABS_COMPARED = 6.0  # slabs of logits that a comparison has alive at a time: log q, log p, p, their sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +113,7 @@ class ScorePlan:
     models: dict[str, ModelDir]
     dataset: Dataset
     pad_id: int
+    notes: list[str]
 
     def describe(self) -> dict[str, Any]:
         """JSON-able summary for logs and dry runs."""
@@ -119,9 +126,36 @@ class ScorePlan:
             "device_reason": self.device.reason,
             "dtype": backend.dtype_name(self.dtype.dtype),
             "dtype_reason": self.dtype.reason,
-            "memory": {"free": backend.free_bytes(self.device.device), "host_free": backend.host_free_bytes()},
-            "notes": self.dataset.notes,
+            "memory": self.memory(),
+            "notes": self.notes,
         }
+
+    def memory(self) -> dict[str, int]:
+        """Estimated bytes by part of the model that needs most, its peak, and what is free (`memory.py`).
+
+        A comparison also holds the source's head, and on the host its hidden rows.
+        """
+        cfg, dtype, device = self.cfg, self.dtype.dtype, self.device.device
+        compared = len(self.models) > 1
+        source = next(iter(self.models.values())).geometry
+        kept = sum(r.n_targets for s in cfg.splits for r in self.dataset.split(s)) * source.hidden * dtype.itemsize
+        more = source.vocab * source.hidden * dtype.itemsize if compared else 0
+        host = kept if compared else 0
+        found = []
+        for split in cfg.splits:
+            records = self.dataset.split(split)
+            window, batch = fit_shape(records, cfg.window, cfg.batch)
+            longest = max(len(r.ids) for r in records)
+            one = -(-longest // window) * window  # a record longer than the window has one of its own
+            n, t = (one, one) if one > window * batch else (window * batch, window)
+            rows = min(n, sum(r.n_targets for r in records))
+            slabs = _SLABS_COMPARED if compared else (0.0 if device.type == "cuda" else 1.0)
+            on_device = more + (host if device.type == "cpu" else 0)
+            found += [
+                forward_memory(m.geometry, n, t, rows, dtype, device, slabs=slabs, more=on_device)
+                for m in self.models.values()
+            ]
+        return {**max(found, key=lambda m: m["peak"]), "host_source_rows": host}
 
 
 def plan_score(cfg: ScoreConfig) -> ScorePlan:
@@ -145,28 +179,35 @@ def plan_score(cfg: ScoreConfig) -> ScorePlan:
             "at least one",
             'Choose another split with --splits, or mark records with "split".',
         )
-    plan = ScorePlan(cfg, device, dtype, models, dataset, pad_id)
-    if len(opened) > 1:
-        rows = sum(r.n_targets for s in cfg.splits for r in dataset.split(s))
-        size, room = (
-            rows * opened[0].geometry.hidden * dtype.dtype.itemsize,
-            int(HOST_SHARE * backend.host_free_bytes()),
-        )
-        need(
-            size <= room, "score: comparison", f"{size / 2**30:.1f} GiB of source rows to keep",
-            f"at most {room / 2**30:.1f} GiB (30 % of host memory)", "Score fewer records or splits at a time.",
-        )  # fmt: skip
+    notes = list(dataset.notes)
+    plan = ScorePlan(cfg, device, dtype, models, dataset, pad_id, notes)
+    memory = plan.memory()
+    kept, room = memory["host_source_rows"], int(HOST_SHARE * memory["host_free"])
+    need(
+        kept <= room, "score: comparison", f"{size(kept)} of source rows to keep",
+        f"at most {size(room)} (30 % of host memory)", "Score fewer records or splits at a time.",
+    )  # fmt: skip
+    notes += check_fits("score", memory, device.device, "Lower --batch or --window, or cut the longest records.")
     return plan
 
 
 def run(cfg: ScoreConfig, progress: Progress = silent) -> ScoreReport:
     """Score every model of `cfg` on every split. Events: "plan", "note", "tick" (phase: the model's name), "score".
 
-    Raises as `plan_score`. Writes `cfg.out` (JSON) when given.
+    Raises as `plan_score`, and InputError when another run holds `cfg.out`. Writes `cfg.out` (JSON) when given. A signal
+    raises `Stopped`.
     """
-    plan = plan_score(cfg)
+    with stop_on_signals():
+        plan = plan_score(cfg)
+        with locked("score", cfg.out) if cfg.out is not None else contextlib.nullcontext():
+            return _run(plan, progress)
+
+
+def _run(plan: ScorePlan, progress: Progress) -> ScoreReport:
+    """The work, with the result file's lock held."""
+    cfg = plan.cfg
     progress({"event": "plan", **plan.describe()})
-    for note in plan.dataset.notes:
+    for note in plan.notes:
         progress({"event": "note", "text": note})
     device, dtype = plan.device.device, plan.dtype.dtype
     sets = {s: plan.dataset.split(s) for s in cfg.splits}
@@ -203,7 +244,7 @@ def run(cfg: ScoreConfig, progress: Progress = silent) -> ScoreReport:
         backend.release(device)
     report = ScoreReport(
         rows, {n: str(m.path) for n, m in plan.models.items()}, speed, plan.dataset.data_hash,
-        backend.describe(device), backend.dtype_name(dtype), plan.dataset.notes,
+        backend.describe(device), backend.dtype_name(dtype), plan.notes,
     )  # fmt: skip
     if cfg.out is not None:
         write_file(cfg.out, json.dumps(plain(dataclasses.asdict(report)), indent=2) + "\n")
