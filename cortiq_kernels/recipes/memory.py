@@ -25,8 +25,8 @@ def forward_memory(
 ) -> dict[str, int]:  # fmt: skip
     """Parts of a forward pass of the whole model over `n` tokens, `rows` of them through the head (`forward_bytes`).
 
-    `more`: bytes on the device besides; `work`: estimated bytes that are alive besides one layer's workspace. `least` is what is known exactly, `peak` with the estimates, `free` what the
-    device has, `host_free` what the host has.
+    `more`: bytes on the device besides; `work`: estimated bytes alive besides one layer's workspace. `least` is what is
+    known exactly, `peak` with the estimates, `free` what the device has, `host_free` what the host has.
     """
     weights = plan_layout(g).nbytes(dtype.itemsize)
     step = forward_bytes(g, n, window, rows, dtype, device.type, slabs=slabs)

@@ -194,8 +194,8 @@ def plan_score(cfg: ScoreConfig) -> ScorePlan:
 def run(cfg: ScoreConfig, progress: Progress = silent) -> ScoreReport:
     """Score every model of `cfg` on every split. Events: "plan", "note", "tick" (phase: the model's name), "score".
 
-    Raises as `plan_score`, and InputError when another run holds `cfg.out`. Writes `cfg.out` (JSON) when given. A signal
-    raises `Stopped`.
+    Raises as `plan_score`, and InputError when another run holds `cfg.out`. Writes `cfg.out` (JSON) when given. A
+    signal raises `Stopped`.
     """
     with stop_on_signals():
         plan = plan_score(cfg)

@@ -13,38 +13,55 @@ import torch
 from tiny import batch, config, geometry, targets
 
 from cortiq_kernels.model.weights import Weights
-from cortiq_kernels.recipes import heal_plan
+from cortiq_kernels.recipes import fold, heal_plan, score
 from cortiq_kernels.recipes.errors import InputError
+from cortiq_kernels.recipes.fold_config import FoldConfig
 from cortiq_kernels.recipes.heal_config import HealConfig
+from cortiq_kernels.recipes.score_config import ScoreConfig
 from cortiq_kernels.step import Micro, Trainer
 from cortiq_kernels.step.loss import Targets
 from cortiq_kernels.step.memory import gdn_chunk, train_bytes
 
 TOLERANCE = 0.25
 
-# A heal in a process of its own, with the peak of its resident memory over what importing and a tiny step took.
+# A run in a process of its own, and the peak of its resident memory over what importing and a tiny run took.
 CHILD = """
-import json, sys
+import importlib, json, sys
+from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from cortiq_kernels.recipes import heal
-from cortiq_kernels.recipes.heal_config import HealConfig
-from pathlib import Path
 
 def kib(key):
     with open("/proc/self/status") as f:
         return next(int(line.split()[1]) << 10 for line in f if line.startswith(key))
 
-warm, settings = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-def made(d):
-    return HealConfig(**{k: Path(v) if k in ("student", "teacher", "data", "out") else v for k, v in d.items()})
-heal.run(made(warm))
+def run(settings):
+    recipe, plan = settings.pop("recipe"), {}
+    module = importlib.import_module("cortiq_kernels.recipes." + recipe)
+    Config = getattr(importlib.import_module(f"cortiq_kernels.recipes.{recipe}_config"), recipe.capitalize() + "Config")
+    for name in ("student", "teacher", "data", "out", "model"):
+        if name in settings:
+            settings[name] = Path(settings[name])
+    if "models" in settings:
+        settings["models"] = tuple(map(Path, settings["models"]))
+    module.run(Config(**settings), lambda e: plan.update(e) if e["event"] == "plan" else None)
+    return plan["memory"]
+
+run(json.loads(sys.argv[1]))
 before = kib("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
-plan = {}
-heal.run(made(settings), lambda e: plan.update(e) if e["event"] == "plan" else None)
-print(json.dumps({"peak": kib("VmHWM") - before, "memory": plan["memory"]}))
+memory = run(json.loads(sys.argv[2]))
+print(json.dumps({"peak": kib("VmHWM") - before, "memory": memory}))
 """
+linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
+
+
+def peaks(warm: dict, settings: dict) -> tuple[int, int]:
+    """(peak that the plan said, peak that the process had) of a run."""
+    args = [json.dumps(s, default=str) for s in (warm, settings)]
+    done = subprocess.run([sys.executable, "-c", CHILD, *args], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    return found["memory"]["peak"], found["peak"]
 
 
 def storages(value, seen: set[int]) -> int:
@@ -87,21 +104,43 @@ def test_chunks_of_gated_deltanet():
     assert [gdn_chunk(t, "cuda") for t in (1, 33, 64, 4096)] == [16, 64, 64, 64]
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks of a process are read from Linux's /proc")
+def big(layers: str, vocab: int) -> dict:
+    return config(layers, hidden=192, ffn=768, nq=4, nkv=2, hd=48, nk=4, nv=4, dk=48, dv=48, vocab=vocab)
+
+
+@linux
 @pytest.mark.parametrize(
     ("layers", "vocab", "more"), [("LLFL", 800, {}), ("LLFL", 800, {"train_from": 2, "ce": 0.5}), ("FFL", 9000, {})]
 )
 def test_the_peak_of_a_heal_is_what_the_plan_said(tmp_path, build, world, layers, vocab, more):
-    cfg = config(layers, hidden=192, ffn=768, nq=4, nkv=2, hd=48, nk=4, nv=4, dk=48, dv=48, vocab=vocab)
-    student, teacher = build.model(tmp_path / "s", cfg), build.model(tmp_path / "t", cfg, seed=1)
+    student, teacher = (build.model(tmp_path / f"m{i}", big(layers, vocab), seed=i) for i in (0, 1))
     data = build.records(tmp_path / "d.jsonl", vocab, train=150, val=40)
-    shared = dict(device="cpu", epochs=0.01, checkpoint_every="off")
-    settings = dict(student=student, teacher=teacher, data=data, out=tmp_path / "o", window=256, batch=4, topk=16)
+    shared = dict(recipe="heal", device="cpu", epochs=0.01, checkpoint_every="off")
     warm = dict(student=world.student, teacher=world.teacher, data=world.data, out=tmp_path / "w", window=32, batch=2)
-    both = [json.dumps({**shared, **kind}, default=str) for kind in ({**warm, "topk": 4}, {**settings, **more})]
-    done = subprocess.run([sys.executable, "-c", CHILD, *both], capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
-    assert found["memory"]["peak"] == pytest.approx(found["peak"], rel=TOLERANCE)
+    settings = dict(student=student, teacher=teacher, data=data, out=tmp_path / "o", window=256, batch=4, topk=16)
+    said, had = peaks({**shared, **warm, "topk": 4}, {**shared, **settings, **more})
+    assert said == pytest.approx(had, rel=TOLERANCE)
+
+
+@linux
+@pytest.mark.parametrize("models", [1, 2])
+def test_the_peak_of_a_score_is_what_the_plan_said(tmp_path, build, world, models):
+    paths = [build.model(tmp_path / f"m{i}", big("LLFL", 9000), seed=i) for i in range(models)]
+    data = build.records(tmp_path / "d.jsonl", 9000, train=1, val=1, test=250)
+    shared = dict(recipe="score", device="cpu")
+    warm = dict(models=[world.student], data=world.data, window=32, batch=2)
+    said, had = peaks({**shared, **warm}, {**shared, "models": paths, "data": data, "window": 1024, "batch": 4})
+    assert said == pytest.approx(had, rel=TOLERANCE)
+
+
+@linux
+def test_the_peak_of_a_fold_is_what_the_plan_said(tmp_path, build, world):
+    model = build.model(tmp_path / "m", big("LLFL", 900))
+    data = build.records(tmp_path / "d.jsonl", 900, train=600)
+    warm = dict(recipe="fold", device="cpu", model=world.student, data=world.data, out=tmp_path / "w")
+    settings = dict(model=model, data=data, out=tmp_path / "o", window=1024, batch=8)
+    said, had = peaks(warm, {**warm, **settings})
+    assert said == pytest.approx(had, rel=TOLERANCE)
 
 
 def heal_of(world, tmp_path, **more) -> HealConfig:
@@ -120,6 +159,23 @@ def test_what_surely_does_not_fit_is_refused_and_what_may_not_is_said(world, tmp
     monkeypatch.setattr(heal_plan.backend, "free_bytes", lambda device: memory["least"] - 1)
     with pytest.raises(InputError, match="heal: memory: got a plan that needs at least .* Lower --batch"):
         heal_plan.plan_heal(cfg)
+
+
+@pytest.mark.parametrize("recipe", ["fold", "score", "compare"])
+def test_fold_and_score_refuse_what_cannot_fit(world, tmp_path, monkeypatch, recipe):
+    shared = dict(device="cpu", window=32, batch=2)
+    if recipe == "fold":
+        plan = lambda: fold.plan_fold(FoldConfig(world.teacher, world.data, tmp_path / "o", **shared))  # noqa: E731
+    else:
+        models = (world.teacher, world.student)[: 2 if recipe == "compare" else 1]
+        plan = lambda: score.plan_score(ScoreConfig(models, world.data, **shared))  # noqa: E731
+    memory = plan().memory()
+    assert 0 < memory["model"] < memory["least"] < memory["peak"]
+    monkeypatch.setattr(heal_plan.backend, "free_bytes", lambda device: memory["peak"] - 1)
+    assert any("may not fit" in n for n in plan().notes)
+    monkeypatch.setattr(heal_plan.backend, "free_bytes", lambda device: memory["least"] - 1)
+    with pytest.raises(InputError, match="memory: got a plan that needs at least .* Lower --batch or --window"):
+        plan()
 
 
 def test_every_part_of_a_plan_moves_with_its_cause(world, tmp_path):
