@@ -38,7 +38,7 @@ from cortiq_kernels.recipes.prefix import PrefixCache, run_prefix
 from cortiq_kernels.recipes.provenance import provenance
 from cortiq_kernels.recipes.resume import find_checkpoint, identity, output_is_done, rounding
 from cortiq_kernels.recipes.saver import Saver
-from cortiq_kernels.recipes.stopping import stop_on_signals
+from cortiq_kernels.recipes.stopping import shielded, stop_on_signals
 from cortiq_kernels.recipes.target_dir import discard_targets
 
 
@@ -142,8 +142,9 @@ def _run(plan: HealPlan, listener: Progress, output_done: bool) -> HealReport:
     progress({"event": "write", "out": str(cfg.out)})
     if not output_done:
         notes = _write(plan, weights, origin)
-    folder.remove()
-    discard_targets(cfg)
+    with shielded():
+        folder.remove()
+        discard_targets(cfg)
     for note in notes:  # such as what became of declared MTP layers
         progress({"event": "note", "text": note})
     return dataclasses.replace(

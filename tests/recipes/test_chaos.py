@@ -95,7 +95,7 @@ def chaos(folder: Path, args: Callable[[Path], list[str]], kills: int, forked: b
     ).read_text()
     whole = time.monotonic() - began
     want, log = contents(folder / "calm" / "out"), without_times(folder / "calm" / "out.log.jsonl")
-    seen: dict = {"kills": 0, "SIGKILL": 0, "SIGTERM": 0, "finished": 0, "steps": [], "phases": {}, "seconds": round(whole, 1)}
+    seen: dict = {"kills": 0, "SIGKILL": 0, "SIGTERM": 0, "finished": 0, "steps": [], "seconds": round(whole, 1)}
     place = folder / "chaos"
     place.mkdir()
     while True:
