@@ -43,6 +43,7 @@ class Encoded(NamedTuple):
     first_target: int
     by_characters: bool = False  # the boundary was found by character offsets
     control_tokens: bool = False  # a message's own text spells a control token
+    no_reply: bool = False  # a conversation that does not end with an assistant message (loss_on="all" only)
 
 
 class _Job(NamedTuple):
@@ -54,6 +55,7 @@ class _Job(NamedTuple):
     empty: bool = False
     template: bool = False
     control_tokens: bool = False
+    no_reply: bool = False
 
 
 def encode_examples(
@@ -102,7 +104,8 @@ def _conversation(example: Example, tokenizer: Tokenizer, loss_on: str) -> _Job:
         whole = template.render(messages, False, tools)
         control = any(tokenizer.holds_control_token(content_text(m)) for m in messages)
         if loss_on == "all":
-            return _Job(_valid(whole), template=True, control_tokens=control)
+            no_reply = messages[-1]["role"] != "assistant"
+            return _Job(_valid(whole), template=True, control_tokens=control, no_reply=no_reply)
         if messages[-1]["role"] != "assistant":
             raise Problem(
                 f"has a last message with role {messages[-1]['role']!r}; expected an assistant message, which is what "
@@ -167,7 +170,7 @@ def _finish(
         ids = [*ids, eos[0]]
     if job.empty and loss_on == "completion":
         first = len(ids)
-    return Encoded(_checked(ids, vocab, "the tokenizer's ids"), first, by_characters, job.control_tokens)
+    return Encoded(_checked(ids, vocab, "the tokenizer's ids"), first, by_characters, job.control_tokens, job.no_reply)
 
 
 def _first_after(encoding: Encoding, start: int) -> int | None:

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from cortiq_kernels.data.encode import LOSS_ON, encode_examples
+from cortiq_kernels.data.encode import LOSS_ON, Encoded, encode_examples
 from cortiq_kernels.data.examples import Example, Problem, ignored_fields, parse
 from cortiq_kernels.data.files import Row, read_rows
 from cortiq_kernels.data.record import SPLITS, DataError, Record, fnv1a64
@@ -42,7 +42,7 @@ class Dataset:
                that changed, or a template that writes today's date, changes this one alone
     notes      sentences for the report
     counts     of the file: records, train, val, test, overlap (records whose content is also in an earlier split);
-               of the loaded records: tokens, targets, unscored, by_characters, control_tokens
+               of the loaded records: tokens, targets, unscored, by_characters, control_tokens, no_reply
     """
 
     path: str
@@ -104,7 +104,7 @@ def load_records(
                 example.line,
             )
             records.append(record)
-            tally.add(record, result.by_characters, result.control_tokens)
+            tally.add(record, result)
     reader.raise_problems()
     if records and not tally.counts["targets"]:
         raise DataError(
@@ -190,24 +190,29 @@ class _Tally:
     """Counts over the loaded records, and the sentences that they deserve."""
 
     def __init__(self) -> None:
-        self.counts = dict.fromkeys(("tokens", "targets", "unscored", "by_characters", "control_tokens"), 0)
+        names = ("tokens", "targets", "unscored", "by_characters", "control_tokens", "no_reply")
+        self.counts = dict.fromkeys(names, 0)
         self.hash = hashlib.sha256()
         self._unscored: list[str] = []
         self._control: list[str] = []
+        self._no_reply: list[str] = []
 
-    def add(self, record: Record, by_characters: bool, control_tokens: bool) -> None:
+    def add(self, record: Record, encoded: Encoded) -> None:
         self.hash.update(f"{record.rid}\0{record.weight!r}\0{record.first_target}\0{len(record.ids)}\0".encode())
         self.hash.update(record.ids.astype("<i4").tobytes())
         self.counts["tokens"] += len(record.ids)
         self.counts["targets"] += record.n_targets
-        self.counts["by_characters"] += by_characters
+        self.counts["by_characters"] += encoded.by_characters
         if not record.n_targets:
             self._unscored.append(record.rid)
-        if control_tokens:
+        if encoded.no_reply:
+            self._no_reply.append(record.rid)
+        if encoded.control_tokens:
             self._control.append(record.rid)
 
     def notes(self) -> list[str]:
         self.counts["unscored"], self.counts["control_tokens"] = len(self._unscored), len(self._control)
+        self.counts["no_reply"] = len(self._no_reply)
         notes = []
         if self._unscored:
             notes.append(f"{len(self._unscored)} {_records(self._unscored)} no scored token and only count as context")
@@ -215,6 +220,11 @@ class _Tally:
             notes.append(
                 f"{len(self._control)} {_records(self._control)} control tokens in the text of a message; "
                 "they become real tokens, as Hugging Face does by default, and do not move the scored part"
+            )
+        if self._no_reply:
+            notes.append(
+                f"{len(self._no_reply)} {_records(self._no_reply)} no reply at the end: where only replies are scored, "
+                "the default of heal and score, they are refused"
             )
         if n := self.counts["by_characters"]:
             notes.append(

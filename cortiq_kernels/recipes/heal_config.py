@@ -106,6 +106,7 @@ class HealConfig:
         need(0 < self.warm <= 1, "heal: warm", self.warm, "a fraction in (0, 1]", "Set --warm, for instance 0.1.")
         need(self.ce == self.ce, "heal: ce", self.ce, "a number", "Set --ce between 0 and 1.")
         parse_interval(self.checkpoint_every, "heal: checkpoint_every")
+        need(self.clip >= 0, "heal: clip", self.clip, "at least 0 (0 turns clipping off)", "Set --clip.")
         need(self.weight_decay >= 0, "heal: weight_decay", self.weight_decay, "at least 0", "Set --weight-decay.")
         choices = (
             ("train", ("layers", "mlp", "all")),
@@ -126,7 +127,8 @@ class HealConfig:
                 "heal: genesis",
                 "genesis with train 'all'",
                 "train 'layers' or 'mlp'",
-                "Genesis rates are per layer; embedding and head have none. Drop --genesis, or use --train layers.",
+                "Its windows and rates are defined for layers: an embedding below a window that grows has neither. "
+                "Drop --genesis, or use --train layers.",
             )
         if self.teacher is None and self.alpha < 1.0:
             raise refuse(

@@ -37,10 +37,10 @@ def check_files(recipe: str, cfg: Any) -> None:
     """Refuse, before any work, a run log or result file that would overwrite an input or get in the output's way.
 
     Such a file needs a writable place; it must not be a directory, nor an input file, nor lie inside an input or output
-    directory (symlinks resolved). Inputs are the paths in `cfg` other than `out` and `log`. Raises `InputError`.
+    directory (symlinks resolved). Inputs are the paths in `cfg` other than `out`, `log` and `targets`. Raises `InputError`.
     """
     given = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
-    inputs = [p for name, v in given.items() if name not in ("out", "log") for p in _paths(v)]
+    inputs = [p for name, v in given.items() if name not in ("out", "log", "targets") for p in _paths(v)]
     log = log_path(recipe, cfg)
     files = {"log": log, "page": page_path(log) if log is not None else None}
     folders = []

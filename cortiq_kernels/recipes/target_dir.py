@@ -34,6 +34,7 @@ from cortiq_kernels.data.batches import Batch
 from cortiq_kernels.model.hf import ModelDir
 from cortiq_kernels.recipes.errors import need, refuse
 from cortiq_kernels.recipes.heal_config import HealConfig
+from cortiq_kernels.recipes.outputs import log_path
 from cortiq_kernels.recipes.target_file import FORMAT, TargetFile, file_bytes
 from cortiq_kernels.report.results import size
 
@@ -59,6 +60,9 @@ def check_target_directory(cfg: HealConfig, room: int = 0) -> None:
     place, fix = target_directory(cfg), "Set --targets to another directory."
     what = "heal: targets"
     need(place.is_dir() or not os.path.lexists(place), what, f"the file {str(place)!r}", "a directory", fix)
+    log = log_path("heal", cfg)
+    if log is not None and place == Path(os.path.realpath(log)):
+        raise refuse(what, f"{str(place)!r}, which is the run log", "a directory", fix)
     parent = next(p for p in (place, *place.parents) if p.exists())
     writable = parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)
     need(writable, what, f"{str(place)!r} below {str(parent)!r}", "a directory that can be written to", fix)

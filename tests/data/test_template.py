@@ -201,6 +201,20 @@ def test_reply_that_cannot_be_found_names_the_rid(tmp_path, local):
     assert record.first_target == 0
 
 
+def test_a_conversation_without_a_reply_is_said_where_it_is_not_refused(tmp_path, local):
+    """What fold takes (it scores everything) and heal then refuses is known after the fold, not after an upload."""
+    model = local.write_model_dir(tmp_path / "m", template=local.CHATML)
+    row = {"rid": "r7", "messages": [{"role": "user", "content": "What?"}]}
+    with pytest.raises(DataError, match="last message with role 'user'"):
+        load_one(tmp_path, model, row)
+    data, _, _ = load_one(tmp_path, model, row, loss_on="all")
+    assert data.counts["no_reply"] == 1
+    (note,) = [n for n in data.notes if "no reply" in n]
+    assert note.startswith("1 record (rid 'r7') has no reply at the end") and "refused" in note
+    whole, _, _ = load_one(tmp_path, model, chat("What?", "42"), loss_on="all")
+    assert whole.counts["no_reply"] == 0 and not any("no reply" in n for n in whole.notes)
+
+
 @pytest.mark.parametrize("template", ["QWEN_LIKE", "CHATML"])
 def test_control_tokens_in_user_text(tmp_path, template, local):
     """huggingface/transformers#47853: they become real tokens, the boundary does not move, the report counts them."""
