@@ -21,7 +21,9 @@ def log_path(recipe: str, cfg: Any) -> Path | None:
         return Path(cfg.log)
     if recipe == "score":
         return None
-    return cfg.out.absolute().with_name(cfg.out.absolute().name + ".log.jsonl")
+    out = Path(os.path.abspath(cfg.out))
+    need(out.name != "", f"{recipe}: out", repr(str(cfg.out)), "a directory to create", "Set --out.")
+    return out.with_name(out.name + ".log.jsonl")
 
 
 def page_path(log: Path) -> Path | None:
@@ -37,7 +39,8 @@ def check_files(recipe: str, cfg: Any) -> None:
     """Refuse, before any work, a run log or result file that would overwrite an input or get in the output's way.
 
     Such a file needs a writable place; it must not be a directory, nor an input file, nor lie inside an input or output
-    directory (symlinks resolved). Inputs are the paths in `cfg` other than `out`, `log` and `targets`. Raises `InputError`.
+    directory (symlinks resolved). Inputs are the paths in `cfg` other than `out`, `log`, `targets`. Raises
+    `InputError`.
     """
     given = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
     inputs = [p for name, v in given.items() if name not in ("out", "log", "targets") for p in _paths(v)]
