@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from cortiq_kernels._version import __version__
+from cortiq_kernels.reading import Unreadable, read_text
 from cortiq_kernels.recipes.errors import refuse
 from cortiq_kernels.recipes.settings import convert, kinds
+
+LARGEST = 1 << 20  # bytes of a settings file
 
 
 def read_toml(path: Path | None, name: str, config: type, recipes: Collection[str]) -> dict[str, Any]:
@@ -48,10 +51,9 @@ def read_toml(path: Path | None, name: str, config: type, recipes: Collection[st
 def _parse(path: Path) -> dict[str, Any]:
     tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
-        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
-    except OSError as e:
-        got = "a directory" if path.is_dir() else f"a file that cannot be read ({e.strerror})"
-        raise refuse(f"--config {path}", got, "a TOML file", "Name another.") from None
+        return tomllib.loads(read_text(path, LARGEST, may_be_empty=True))
+    except Unreadable as e:
+        raise refuse(f"--config {path}", e.got, "a TOML file that can be read", "Name another.") from None
     except (ValueError, RecursionError) as e:
         raise refuse(f"--config {path}", f"a file that cannot be read ({e})", "TOML", "Mend it.") from None
 

@@ -112,18 +112,19 @@ def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
     raise Unreadable(got, _advice(got))
 
 
-def read_file(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> bytes:
+def read_file(path: str | os.PathLike[str], limit: int = SMALL_FILE, *, may_be_empty: bool = False) -> bytes:
     """The whole file. `Unreadable` also for more than `limit` bytes, for none at all, and for a Git LFS pointer."""
     with open_file(path) as f:
+        size = os.fstat(f.fileno()).st_size
         try:
-            raw = f.read(limit + 1)
+            raw = f.read(limit + 1) if size <= limit else b""  # + 1: it may be growing
         except OSError as e:
             raise Unreadable(f"a file that cannot be read ({e.strerror})", "Check the disk.") from None
-    if len(raw) > limit:
-        raise Unreadable(f"more than {limit >> 20} MiB", "It is another kind of file.")
+    if max(size, len(raw)) > limit:
+        raise Unreadable(f"{max(size, len(raw))} bytes, more than the {limit >> 20} MiB of any such file", "It is another kind of file.")
     if raw.startswith(LFS_POINTER):
         raise Unreadable(f"a Git LFS pointer ({len(raw)} bytes of text)", "Run `git lfs pull`.")
-    if not raw:
+    if not raw and not may_be_empty:
         raise Unreadable("0 bytes", _AGAIN)
     return raw
 
@@ -138,9 +139,9 @@ def decode(raw: bytes) -> str:
         raise Unreadable(f"byte 0x{raw[e.start]:02x} at {e.start}, which is not UTF-8", "Convert it.") from None
 
 
-def read_text(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> str:
+def read_text(path: str | os.PathLike[str], limit: int = SMALL_FILE, *, may_be_empty: bool = False) -> str:
     """`read_file`, decoded."""
-    return decode(read_file(path, limit))
+    return decode(read_file(path, limit, may_be_empty=may_be_empty))
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -122,6 +122,7 @@ def write_model(
     place = destination.check_destination(src.path, dst, need)
     with destination.appearing(place) as out:
         for file, (header, placed) in plans.items():
+            shard.check_same(src.shards[file])
             if header == src.shards[file].header and not replace.keys() & placed.keys():
                 destination.copy_file(src.path / file, out / file)
                 continue

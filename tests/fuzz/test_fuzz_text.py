@@ -22,7 +22,7 @@ def original(name: str) -> bytes:
 
 
 TEMPLATES = (
-    b"{{ messages[0].content }}", b"{{ 10 ** 10 ** 10 }}", b"{{ 'a' * 10 ** 11 }}",
+    b"{{ messages[0].content }}", b"{{ 10 ** (10 ** 10) }}", b"{{ 'a' * 10 ** 11 }}",
     b"{% for x in range(10**9) %}a{% endfor %}", b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", b"{% if %}",
     b"{{ messages.x.y }}", b"{{ raise_exception(3) }}", b"{{ ''.__class__.__mro__ }}", b"{% include 'x' %}",
     b"{{ messages | tojson(indent=-1) }}", b"{{ 1 // 0 }}", b"\xff\xfe", b"{{ strftime_now(5) }}", b"",

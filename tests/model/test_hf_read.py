@@ -53,7 +53,7 @@ def test_hub_cache_snapshot(model, tmp_path):
     assert open_model(snap).geometry.n_layers == 3
     assert open_model(str(snap)).read("model.norm.weight").shape == (16,)
     (blobs / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ModelError, match="1 of 2 shards; missing: model-00002-of-00002.safetensors"):
+    with pytest.raises(ModelError, match="1 of 2 shards; expected also model-00002-of-00002.safetensors"):
         open_model(snap)
 
 
