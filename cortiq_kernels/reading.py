@@ -121,7 +121,8 @@ def read_file(path: str | os.PathLike[str], limit: int = SMALL_FILE, *, may_be_e
         except OSError as e:
             raise Unreadable(f"a file that cannot be read ({e.strerror})", "Check the disk.") from None
     if max(size, len(raw)) > limit:
-        raise Unreadable(f"{max(size, len(raw))} bytes, more than the {limit >> 20} MiB of any such file", "It is another kind of file.")
+        got = f"{max(size, len(raw))} bytes, more than the {limit >> 20} MiB of any such file"
+        raise Unreadable(got, "It is another kind of file.")
     if raw.startswith(LFS_POINTER):
         raise Unreadable(f"a Git LFS pointer ({len(raw)} bytes of text)", "Run `git lfs pull`.")
     if not raw and not may_be_empty:

@@ -1,5 +1,5 @@
-"""Every file that a command reads or writes, as what it should not be: nothing there, a directory, links to nothing or in
-a circle, a pipe without a writer, a socket, a device, 0 bytes, a file that may not be read, and files that change while
+"""Every file that a command reads or writes, as what it should not be: nothing there, a directory, links to nothing or
+in a circle, a pipe without a writer, a socket, a device, 0 bytes, a file that may not be read, and files that change while
 they are read. One line names the place and says what is there; no command waits, and nothing is written.
 """
 
@@ -245,7 +245,7 @@ def test_files_that_may_not_be_read_or_written(name):
         assert not (root / "o").exists() and not list(root.glob("*.log*"))
 
 
-# --------------------------------------------------------------------------------------------- files that change under us
+# ------------------------------------------------------------------------------------------ files that change under us
 
 
 @pytest.fixture
@@ -300,7 +300,7 @@ def test_a_tensor_outlives_its_file(tmp_path):
     assert float(done.stdout) == pytest.approx(sum(float(t.double().sum()) for t in tensors.values()))
 
 
-# -------------------------------------------------------------------------------------------------------- strict reading
+# ------------------------------------------------------------------------------------------------------ strict reading
 
 
 @pytest.mark.parametrize(

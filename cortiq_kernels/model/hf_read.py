@@ -149,7 +149,8 @@ def _open_shards(root: Path, index: dict[str, Any] | None) -> dict[str, Shard]:
         each = ", ".join(f"{f} ({len(files[f])} tensors, such as {files[f][0]})" for f in sorted(gone)[:_SHOWN])
         more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
         raise ModelError(
-            f"{root}: got {len(files) - len(gone)} of {len(files)} shards; expected also {each}{more}. Download them again."
+            f"{root}: got {len(files) - len(gone)} of {len(files)} shards; expected also {each}{more}. "
+            "Download them again."
         )
     shards = {f: read_shard(root / f) for f in sorted(files)}
     seen: dict[str, str] = {}

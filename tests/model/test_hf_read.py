@@ -81,7 +81,7 @@ def test_missing_shard_names_file_and_count(model, tmp_path):
     gone = path / "model-00002-of-00003.safetensors"
     n = len(load_file(gone))
     gone.unlink()
-    with pytest.raises(ModelError, match=rf"2 of 3 shards; missing: {gone.name} \({n} tensors, such as model"):
+    with pytest.raises(ModelError, match=rf"2 of 3 shards; expected also {gone.name} \({n} tensors, such as model"):
         open_model(path)
 
 
