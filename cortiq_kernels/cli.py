@@ -64,10 +64,10 @@ class Run:
     def left(self) -> str:
         """What the run left: outputs appear whole or not at all, perhaps just before it was stopped."""
         out = getattr(self.cfg, "out", None)
-        if out is not None and (out.is_file() or out.is_dir() and any(out.iterdir())):
-            return f"{out} is complete, or as it was before"
+        with contextlib.suppress(OSError):
+            if out is not None and (out.is_file() or out.is_dir() and any(out.iterdir())):
+                return f"{out} is complete, or as it was before"
         return "no output was written"
-
 
     def again(self) -> str:
         """How to go on."""
@@ -115,9 +115,14 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except PermissionError as e:
         needed = "expected a file that you may read, or a place that you may write to. Check its owner and mode"
-        return fail(f"cortiq {run.name}: {e.filename}: got 'permission denied'; {needed}; {run.left()}.", 2)
+        line = f"cortiq {run.name}: {e.filename}: got 'permission denied'; {needed}; {run.left()}."
+        return fail(line, 1 if run.began else 2)
     except OSError as e:
-        return fail(f"cortiq {run.name}: {e}; {run.left()}", 1 if run.began else 2)
+        if run.began:
+            return fail(f"cortiq {run.name}: {e}; {run.left()}", 1)
+        got = f"{e.filename}: got {e.strerror!r}" if e.filename else f"got {e.strerror or str(e)!r} from the system"
+        needed = "expected inputs that can be read, and a place that can be written to. Check the paths"
+        return fail(f"cortiq {run.name}: {got}; {needed}; {run.left()}.", 2)
     except (ValueError, RuntimeError, MemoryError) as e:
         if is_refusal(e):
             return fail(str(e), 2)
@@ -171,9 +176,9 @@ def execute(run: Run, cfg: Any, flags: Flags) -> int:
             listeners.append(stack.enter_context(RunLog(path, first)))
 
         def progress(event: Mapping[str, Any]) -> None:
-            run.began = True
             for listener in listeners:
                 listener(dict(event))
+            run.began = True  # after the log was opened
 
         report = dataclasses.asdict(work(cfg, progress))
         if path is not None:

@@ -1,20 +1,19 @@
 """Arguments of a recipe -> its config and the flags that every recipe has.
 
-tyro makes flags of the config's fields and writes the help. What it would refuse is found here first, so that a refusal
-is one line like every other: what, got, expected, how to fix.
+The flags are the fields of the config; a boolean is --name or --no-name, a list takes the words up to the next flag.
+tyro writes the help from the same fields. Values follow the rules of `settings.convert`, those of TOML files too, and
+every refusal is one line: what, got, expected, how to fix.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
-import io
 import re
 import typing
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from cortiq_kernels.cli_config import read_toml
 from cortiq_kernels.recipes.errors import refuse
@@ -45,33 +44,35 @@ def parse(name: str, config: type, args: list[str], recipes: Collection[str]) ->
 
     SystemExit(0) for --help. InputError for everything that cannot be used, and for what `config.check` refuses.
     """
+    if {"-h", "--help"} & set(args):
+        show_help(name, config)
+    given = check_flags(name, config, args)
+    values = read_toml(given.get("config"), name, config, recipes)
+    flags = Flags(**{option: given.pop(option) for option in Flags._fields if option in given})
+    missing = [flag_of(f) for f in required(config) if f not in values and f not in given]
+    if missing:
+        fix = f"Give it, on the command line or with --config. See cortiq {name} --help."
+        raise refuse(f"cortiq {name}", f"no {' and no '.join(missing)}", "a value for each", fix)
+    settings = config(**values | given)
+    check_values(name, settings)
+    settings.check()
+    return settings, flags
+
+
+def show_help(name: str, config: type) -> NoReturn:
+    """Print the help, which tyro makes of the config's fields and their docstrings; SystemExit(0)."""
     import tyro
 
-    if not {"-h", "--help"} & set(args):
-        given = check_flags(name, config, args)
-        values = read_toml(Path(given["config"]) if "config" in given else None, name, config, recipes)
-        missing = [flag_of(f) for f in required(config) if f not in values and f not in given]
-        if missing:
-            fix = f"Give it, on the command line or with --config. See cortiq {name} --help."
-            raise refuse(f"cortiq {name}", f"no {' and no '.join(missing)}", "a value for each", fix)
-    else:
-        values = {}
-    without_prefix = typing.cast(Any, tyro.conf.OmitArgPrefixes)
-    missing_values = dict.fromkeys(required(config), tyro.MISSING)
-    fields: list[Any] = [
-        ("settings", without_prefix[config], dataclasses.field(default=config(**missing_values | values)))
-    ]
-    alone = typing.cast(Any, tyro.conf.FlagCreatePairsOff)  # no --no-json
+    without_prefix, alone = typing.cast(Any, tyro.conf.OmitArgPrefixes), typing.cast(Any, tyro.conf.FlagCreatePairsOff)
+    defaults = config(**dict.fromkeys(required(config), tyro.MISSING))
+    fields: list[Any] = [("settings", without_prefix[config], dataclasses.field(default=defaults))]
     for option, kind in kinds(Flags).items():
         annotated = alone[typing.Annotated[typing.cast(Any, kind), tyro.conf.arg(help=_HELP[option])]]
         fields.append((option, annotated, dataclasses.field(default=Flags._field_defaults[option])))
     command = dataclasses.make_dataclass("Command", fields, frozen=True)
     summary = (config.__doc__ or "").split("\n")[0]
-    with _errors_in_one_line(name):
-        parsed: Any = tyro.cli(command, prog=f"cortiq {name}", description=summary, args=args)
-    check_values(name, parsed.settings)
-    parsed.settings.check()
-    return parsed.settings, Flags(*(getattr(parsed, option) for option in Flags._fields))
+    tyro.cli(command, prog=f"cortiq {name}", description=summary, args=["--help"])
+    raise AssertionError("tyro returned from --help")
 
 
 def check_flags(name: str, config: type, args: list[str]) -> dict[str, Any]:
@@ -135,17 +136,3 @@ def _field(name: str, word: str, known: dict[str, Any]) -> tuple[str, list[str]]
     near = difflib.get_close_matches(field.lstrip("_"), known, 1, 0.4)
     fix = f"Did you mean {flag_of(near[0])}?" if near else f"See cortiq {name} --help."
     raise refuse(f"cortiq {name}", repr(flag), f"a flag of {name}", fix)
-
-
-@contextlib.contextmanager
-def _errors_in_one_line(name: str) -> Iterator[None]:
-    """Within the context, what tyro prints in a box and exits with becomes one InputError; its help passes."""
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            yield
-    except SystemExit as e:
-        if not e.code:
-            raise
-        text = " ".join(re.sub(r"[─-╿]", " ", printed.getvalue()).split())
-        raise refuse(f"cortiq {name}", f"flags that cannot be used ({text})", "its flags", "See --help.") from None

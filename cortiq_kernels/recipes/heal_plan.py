@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from cortiq_kernels import backend
 from cortiq_kernels.data.batches import Batch, Batches, eval_batches, train_batches
 from cortiq_kernels.data.records import Dataset
@@ -23,10 +25,12 @@ from cortiq_kernels.recipes.outputs import check_files
 from cortiq_kernels.recipes.prefix import PrefixPlan, plan_prefix
 from cortiq_kernels.recipes.resume import check_room, find_checkpoint, output_is_done, same_prefix
 from cortiq_kernels.recipes.schedule import total_steps
+from cortiq_kernels.recipes.settings import LARGEST
 from cortiq_kernels.recipes.target_dir import check_target_directory, held_bytes, target_directory
 from cortiq_kernels.recipes.target_file import file_bytes
 from cortiq_kernels.recipes.targets import TargetStore, asked_topk
 from cortiq_kernels.report.results import size
+from cortiq_kernels.step import Buffers
 
 HOST_SHARE = 0.3  # of the host memory available, for the prefix cache, and again for the targets
 
@@ -146,6 +150,7 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
         assert cfg.teacher is not None
         teacher = open_model(cfg.teacher)
         check_same_tokens(teacher, student, "teacher", "student")
+    check_window(cfg, g, device.device, dtype.dtype)
     dataset, pad_id = load_for(student, cfg.data, cfg.loss_on, ("train", "val"))
     packed = {s: pack(dataset.split(s), cfg.window, cfg.packing, pad_id) for s in ("train", "val")}
     train = train_batches(packed["train"].windows, cfg.batch)
@@ -176,6 +181,10 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
         cfg, device, dtype, student, teacher, dataset, train, val, per_epoch, total_steps(cfg.epochs, per_epoch),
         topk, prefix, rows, host, notes,
     )  # fmt: skip
+    need(
+        plan.steps <= LARGEST, "heal: epochs", f"{cfg.epochs:g} passes of {per_epoch} steps",
+        f"at most {LARGEST} steps in all", "Set --epochs.",
+    )  # fmt: skip
     memory = plan.memory()
     notes += check_fits("heal", memory, device.device, "Lower --batch or --window.")
     need(
@@ -187,6 +196,18 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
         check_room(plan, beside)
     state = find_checkpoint(plan)
     return plan if state is None else replace(plan, checkpoint=state, prefix=same_prefix(prefix, state, dtype.dtype))
+
+
+def check_window(cfg: HealConfig, g: Geometry, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a micro-batch whose buffers alone do not fit, before its windows are made, which would take minutes for
+    two billion tokens. `InputError`.
+    """
+    n, free = cfg.batch * cfg.window, backend.free_bytes(device)
+    least = n * g.hidden * dtype.itemsize
+    if least <= free:  # or the arithmetic of tensors overflows
+        meta = torch.device("meta")
+        least = Buffers(g, n, dtype, meta, first=cfg.train_from, save_from=cfg.train_from).nbytes
+    check_fits("heal", {"least": least, "peak": least, "free": free}, device, "Lower --batch or --window.")
 
 
 def trained_parameters(g: Geometry, train: str, train_from: int) -> int:

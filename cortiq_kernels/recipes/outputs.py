@@ -21,7 +21,7 @@ def log_path(recipe: str, cfg: Any) -> Path | None:
         return Path(cfg.log)
     if recipe == "score":
         return None
-    out = Path(os.path.abspath(cfg.out))
+    out = cfg.out.absolute() if cfg.out.name != ".." else _real(cfg.out)
     need(out.name != "", f"{recipe}: out", repr(str(cfg.out)), "a directory to create", "Set --out.")
     return out.with_name(out.name + ".log.jsonl")
 
@@ -68,6 +68,8 @@ def check_files(recipe: str, cfg: Any) -> None:
             raise refuse(what, f"{str(file)!r}, which is no run log", "a new file, or an earlier run log", fix)
         if name == "page":
             check_page(what, file, fix)
+        if name == "out" and (first := _start(file)) and not (first.startswith(b"{") and b'"rows"' in first):
+            raise refuse(what, f"{str(file)!r}, which is no result", "a new file, or an earlier result", fix)
 
 
 def check_page(what: str, file: Path, fix: str) -> None:

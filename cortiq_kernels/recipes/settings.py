@@ -6,7 +6,9 @@ No torch here: the command line needs it before anything heavy is imported.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
+import os
 import types
 import typing
 from collections.abc import Sequence
@@ -54,8 +56,9 @@ def expected(kind: Any) -> str:
 def convert(value: Any, kind: Any, where: str, fix: str, *, text: bool = False) -> Any:
     """`value`, from a TOML file or (`text`) from a flag, as a setting of type `kind`.
 
-    Text becomes a path; text of a flag also a number; an integer becomes a float where one is wanted; "None" is None
-    where that is allowed. Raises InputError, which names `where`, for anything else, and for an empty path.
+    Text becomes a path (a ~ in front the home directory: shells leave it in --out=~/x and in files); text of a flag
+    also a number; an integer becomes a float where one is wanted; "None" is None where that is allowed. Raises
+    InputError, which names `where`, for anything else, and for an empty path.
     """
     kind, none = optional(kind)
     if none and value == "None":
@@ -67,7 +70,10 @@ def convert(value: Any, kind: Any, where: str, fix: str, *, text: bool = False) 
     if kind is Path and isinstance(value, str):
         if not value or "\0" in value:
             raise refuse(where, repr(value), expected(kind), fix)
-        made = Path(value)
+        try:
+            made = Path(value).expanduser() if value.startswith("~") else Path(value)
+        except RuntimeError:
+            raise refuse(where, f"{value!r}, the home of nobody known", expected(kind), fix) from None
     elif text and kind in (int, float):
         try:
             made = kind(value)
@@ -99,7 +105,8 @@ def fits(value: Any, kind: Any) -> bool:
 
 def check_values(recipe: str, cfg: Any, *, seeds: Sequence[str] = ("seed",)) -> None:
     """Refuse what no setting takes: another type than the field's, a number that is not finite, an integer beyond
-    int32 (beyond int64 in `seeds`), text or a path that is empty. Raises `InputError` with the flag's name.
+    int32 (beyond int64 in `seeds`), text or a path that is empty, a path that no system takes (not UTF-8, too long, a
+    circle of symlinks). Raises `InputError` with the flag's name.
     """
     for name, kind in kinds(type(cfg)).items():
         value, flag = getattr(cfg, name), flag_of(name)
@@ -114,6 +121,20 @@ def check_values(recipe: str, cfg: Any, *, seeds: Sequence[str] = ("seed",)) -> 
                 raise refuse(what, v, f"at most {most}", fix)
             if isinstance(v, str | Path) and (not str(v).strip() or "\0" in str(v)):
                 raise refuse(what, repr(str(v)), expected(kind), fix)
+            if isinstance(v, Path) and (why := _no_path(v)):
+                raise refuse(what, f"{str(v)[:100]!r} ({why})", expected(kind), fix)
+
+
+def _no_path(path: Path) -> str | None:
+    """Why the system takes no such path, whether or not there is something; None when it does."""
+    try:
+        str(path).encode()
+        path.stat()
+    except UnicodeEncodeError:
+        return "not UTF-8"
+    except OSError as e:
+        return os.strerror(e.errno) if e.errno in (errno.ENAMETOOLONG, errno.ELOOP) else None
+    return None
 
 
 def flag_of(name: str) -> str:

@@ -18,7 +18,8 @@ from cortiq_kernels.report.runlog import LogError, read_log
 
 EVIL = '<script src="http://x/y.js">alert(1)</script> & "quotes" ]]> \x1b'
 START = {
-    "event": "start", "time": 1.7e9, "version": "0.1.0", "recipe": "heal", "versions": {"torch": "2.13.0", "cuda": None},
+    "event": "start", "time": 1.7e9, "version": "0.1.0", "recipe": "heal",
+    "versions": {"torch": "2.13.0", "cuda": None},
     "settings": {"student": "a/b", "lr": 1e-3, "genesis": False, "dtype": None, "note": EVIL},
 }  # fmt: skip
 MODEL = {"path": "m", "layers": 3, "hidden": 24, "parameters": 12_345_678}
