@@ -114,13 +114,18 @@ def asked_of_the_trainer(cfg: HealConfig, monkeypatch) -> list[tuple]:
     """(rate, from_layer, factors of all trained layers, micro-batches) of every step of a heal."""
     seen = []
 
-    def step(self, micros, rate, *, from_layer=None, factor=None):
-        layers = range(from_layer or 0, 3)
-        seen.append((rate, from_layer, [factor(i) for i in layers] if factor else None, len(micros)))
+    def gradients(self, micros, *, from_layer=None):
+        self.asked = (from_layer, len(micros))
+
+    def apply(self, rate, *, from_layer=None, factor=None):
+        assert from_layer == self.asked[0]
+        factors = [factor(i) for i in range(from_layer, 3)] if factor else None
+        seen.append((rate, from_layer, factors, self.asked[1]))
         self.state.ok.fill_(True)
         self.state.step += 1
 
-    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(Trainer, "gradients", gradients)
+    monkeypatch.setattr(Trainer, "apply", apply)
     heal.run(cfg)
     return seen
 

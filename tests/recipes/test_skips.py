@@ -103,14 +103,15 @@ def scripted(monkeypatch, ok) -> list[bool]:
     """Steps that cost nothing; `ok(attempt)` (from 0) says which are accepted."""
     seen: list[bool] = []
 
-    def step(self, micros, rate, **kw):
+    def apply(self, rate, **kw):
         good = ok(len(seen))
         seen.append(good)
         self.state.ok.fill_(good)
         (self.state.step if good else self.state.skipped).add_(1)
         self.state.in_row.copy_(torch.zeros(()) if good else self.state.in_row + 1)
 
-    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(Trainer, "gradients", lambda self, micros, **kw: None)
+    monkeypatch.setattr(Trainer, "apply", apply)
     return seen
 
 
