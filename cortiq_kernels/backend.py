@@ -17,11 +17,12 @@ from typing import NamedTuple
 import torch
 
 from cortiq_kernels._version import __version__
+from cortiq_kernels.reading import Refusal
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
 
 
-class DeviceError(ValueError):
+class DeviceError(Refusal):
     """A device or precision that was asked for and cannot be had: one line with what, got, expected and how to fix."""
 
 

@@ -36,9 +36,7 @@ from directories import id_rows, load_conftest, records, tensors_of, write_dir
 from tiny import config
 
 from cortiq_kernels import cli
-from cortiq_kernels.data.record import DataError
-from cortiq_kernels.model.geometry import ModelError
-from cortiq_kernels.recipes.errors import InputError
+from cortiq_kernels.reading import Refusal
 
 SECONDS = 30
 ROOM = 2 << 30
@@ -153,7 +151,7 @@ class _Run:
     def _refusal(self, out: str, err: str, raised: list, new: Mapping[str, object]) -> str | None:
         if not raised:
             return "no refusal of the package's own"
-        if not isinstance(raised[0], InputError | ModelError | DataError):
+        if not isinstance(raised[0], Refusal):
             return f"refused by {type(raised[0]).__name__}, which is not a refusal of ours"
         if new:
             return f"left {sorted(new)}"

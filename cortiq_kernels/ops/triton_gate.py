@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cortiq_kernels.ops import checks
+from cortiq_kernels.ops.triton_cache import usable_cache
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -51,7 +52,11 @@ def use_triton(op: str, x: Tensor, backend: str) -> bool:
     if backend == "triton":
         if reason:
             checks.fail(op, "backend", "one that can run here", f"'triton', but {reason}", "use backend='auto'")
+        usable_cache()
         return True
     if reason and not quiet:
         _say_once(op, reason)
-    return reason is None and x.is_cuda
+    if reason is not None or not x.is_cuda:
+        return False
+    usable_cache()
+    return True
