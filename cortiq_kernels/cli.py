@@ -31,7 +31,7 @@ from cortiq_kernels.recipes.fold_config import FoldConfig
 from cortiq_kernels.recipes.heal_config import HealConfig
 from cortiq_kernels.recipes.outputs import log_path, page_path
 from cortiq_kernels.recipes.score_config import ScoreConfig
-from cortiq_kernels.recipes.stopping import Stopped, stop_on_signals
+from cortiq_kernels.recipes.stopping import Stopped, shielded, stop_on_signals
 from cortiq_kernels.report.console import clean
 
 
@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def is_refusal(error: BaseException) -> bool:
     """Whether an error is one of the package's own ValueErrors, which say in a line what cannot be used and why."""
-    return isinstance(error, ValueError) and type(error).__module__.startswith(__name__.split(".")[0] + ".")
+    return isinstance(error, ValueError) and type(error).__module__.startswith("cortiq_kernels.")
 
 
 def parse(name: str, args: list[str]) -> tuple[Any, Flags]:
@@ -224,7 +224,8 @@ def usage() -> str:
 
 def _load(where: str) -> Any:
     module, name = where.split(":")
-    return getattr(importlib.import_module(module), name)
+    with shielded():  # a signal in the middle of loading a C extension would become some other error
+        return getattr(importlib.import_module(module), name)
 
 
 def _plain(value: Any) -> Any:

@@ -102,10 +102,8 @@ class PlainView:
     def _turn(self, e: dict[str, Any]) -> bool:
         kind, now = e["event"], self.clock()
         frequent = kind in ("step", "tick")
-        wait = self.every if frequent else 0.0
         shown = self._shown.get(kind, 0)
-        if shown >= MANY or frequent:
-            wait = max(wait, (now - self._began) / 100)
+        wait = max(self.every, (now - self._began) / 100) if frequent or shown >= MANY else 0.0
         done = e.get("done", e.get("step"))
         last = "of" in e and done == e["of"]
         if not last and now - self._last.get(kind, float("-inf")) < wait:
