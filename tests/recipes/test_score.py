@@ -121,3 +121,58 @@ def test_refusals(cfg, build, tmp_path):
         score.run(dataclasses.replace(cfg, data=data))
     with pytest.raises(InputError, match="out"):
         score.run(dataclasses.replace(cfg, out=tmp_path / "no" / "such" / "file.json"))
+
+
+def test_test_records_are_opened_by_score_alone(cfg, build, world, tmp_path, monkeypatch):
+    """Test records that could not even be tokenised change no byte of a fold or a heal; score refuses them."""
+    from cortiq_kernels.data import records as reading
+    from cortiq_kernels.recipes import fold, heal
+    from cortiq_kernels.recipes.fold_config import FoldConfig
+    from cortiq_kernels.recipes.heal_config import HealConfig
+
+    opened: set[str] = set()
+    real = reading.encode_examples
+
+    def watched(examples, *args, **kwargs):
+        opened.update(e.split for e in examples)
+        return real(examples, *args, **kwargs)
+
+    monkeypatch.setattr(reading, "encode_examples", watched)
+    lines = world.data.read_text().splitlines()
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(line if '"test"' not in line else json.dumps(json.loads(line) | {"ids": [10**6] * 9})
+                               for line in lines))  # fmt: skip
+    small = {"window": 32, "batch": 2, "device": "cpu"}
+    for name, data in (("a", world.data), ("b", other)):
+        fold.run(FoldConfig(world.teacher, data, tmp_path / f"fold-{name}", align=4, **small))
+        out = tmp_path / f"heal-{name}"
+        heal.run(HealConfig(world.student, data, out, world.teacher, lr=1e-3, epochs=0.5, topk=8, **small))
+    assert opened == {"train", "val"}
+    for what in ("fold", "heal"):
+        a, b = (build.tensors(tmp_path / f"{what}-{name}") for name in "ab")
+        assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    with pytest.raises(DataError, match="cannot be used"):
+        score.run(dataclasses.replace(cfg, data=other))
+
+
+def test_four_models_side_by_side(cfg, build, world, tmp_path):
+    """Each is compared with the first, whatever its width or dtype, and alone it has the same NLL."""
+    from cortiq_kernels.recipes import fold
+    from cortiq_kernels.recipes.fold_config import FoldConfig
+
+    fold.run(FoldConfig(world.teacher, world.data, tmp_path / "fold", width=12, device="cpu", window=32, batch=2))
+    build.model(tmp_path / "half", world.config, noise=0.03, dtype=torch.bfloat16)
+    models = (world.teacher, world.student, tmp_path / "fold", tmp_path / "half")
+    report = score.run(dataclasses.replace(cfg, models=models))
+    names = list(report.models)
+    assert names == ["teacher", "student", "fold", "half"] and set(report.tokens_per_s) == set(names)
+    assert all(v > 0 for v in report.tokens_per_s.values())
+    first = report.row("teacher")
+    assert first.kl is None and first.agreement is None
+    for name, path in zip(names, models, strict=True):
+        alone = score.run(dataclasses.replace(cfg, models=(path,)))
+        assert report.row(name).nll == pytest.approx(alone.row(name).nll, rel=1e-9)
+        if name != "teacher":
+            pair = score.run(dataclasses.replace(cfg, models=(world.teacher, path)))
+            assert (pair.row(name).kl, pair.row(name).agreement) == (report.row(name).kl, report.row(name).agreement)
+            assert report.row(name).kl > 0 and 0 <= report.row(name).agreement <= 1
