@@ -44,10 +44,10 @@ class Recipe(NamedTuple):
 
 
 _PACKAGE = "cortiq_kernels.recipes."
-RECIPES = {
+RECIPES = {  # in the order of use
+    "fold": Recipe(FoldConfig, _PACKAGE + "fold:run", _PACKAGE + "fold:plan_fold"),
     "heal": Recipe(HealConfig, _PACKAGE + "heal:run", _PACKAGE + "heal_plan:plan_heal"),
     "score": Recipe(ScoreConfig, _PACKAGE + "score:run", _PACKAGE + "score:plan_score"),
-    "fold": Recipe(FoldConfig, _PACKAGE + "fold:run", _PACKAGE + "fold:plan_fold"),
 }
 TOOLS = {  # subcommands with a parser of their own: function and summary
     "report": ("cortiq_kernels.cli_report:main", "Make a run's page (HTML) from its log."),
@@ -72,7 +72,7 @@ class Run:
     def again(self) -> str:
         """How to go on."""
         if self.name == "heal" and self.cfg is not None:
-            step = _load("cortiq_kernels.recipes.checkpoint_dir:last_step")(self.cfg.out)
+            step = _load("cortiq_kernels.recipes.checkpoint_place:last_step")(self.cfg.out)
             if step is not None:
                 return f"Go on after step {step} with the same command and --resume."
         return "Start it again with the same command."

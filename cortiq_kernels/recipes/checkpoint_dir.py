@@ -23,29 +23,13 @@ from torch import Tensor
 
 from cortiq_kernels.model import shard
 from cortiq_kernels.model.geometry import ModelError
+from cortiq_kernels.recipes.checkpoint_place import STATE, checkpoint_path
 from cortiq_kernels.recipes.errors import InputError, refuse
 
 FORMAT = 1
-SUFFIX = ".resume"
-STATE = "state.json"
 _TENSORS = re.compile(r"state-(\d{1,15})\.safetensors")
 _PARTIAL = f".{STATE}.partial"
 _BLOCK = 1 << 24  # elements that go through the host at a time
-
-
-def checkpoint_path(out: Path) -> Path:
-    """OUT.resume beside an output, symlinks resolved."""
-    real = Path(os.path.realpath(out))
-    return real.with_name(real.name + SUFFIX)
-
-
-def last_step(out: Path) -> int | None:
-    """The step of the checkpoint of an output, if it has one that can be used."""
-    try:
-        state = CheckpointDir(out).read()
-    except InputError:
-        return None
-    return int(state["step"]) if state else None
 
 
 class CheckpointDir:

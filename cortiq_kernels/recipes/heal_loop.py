@@ -26,7 +26,7 @@ from cortiq_kernels.recipes.logged import Logged
 from cortiq_kernels.recipes.prefix import PrefixCache
 from cortiq_kernels.recipes.saver import Saver
 from cortiq_kernels.recipes.schedule import cosine_rate, genesis_factor, genesis_from, genesis_rate
-from cortiq_kernels.recipes.stopping import check, shielded
+from cortiq_kernels.recipes.stopping import asked_to_stop, check, shielded
 from cortiq_kernels.step import Evaluator, Micro, StepStats, Trainer
 from cortiq_kernels.step.loss import pad_rows
 from cortiq_kernels.step.update import AdamOptions
@@ -125,8 +125,9 @@ class Loop:
                     self.save()
                 self.step()
                 check()
-        except (KeyboardInterrupt, OSError):
-            if self._whole and self.done + self.skipped > 0:
+        except BaseException as e:
+            stopped = asked_to_stop() or isinstance(e, KeyboardInterrupt | OSError)
+            if stopped and self._whole and self.done + self.skipped > 0:
                 self.save()
             raise
 

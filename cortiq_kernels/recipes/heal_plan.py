@@ -15,7 +15,7 @@ from cortiq_kernels.data.windows import pack
 from cortiq_kernels.model import names
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.hf import ModelDir, check_destination, open_model
-from cortiq_kernels.recipes.checkpoint_dir import checkpoint_path
+from cortiq_kernels.recipes.checkpoint_place import checkpoint_path
 from cortiq_kernels.recipes.errors import need
 from cortiq_kernels.recipes.heal_config import HealConfig
 from cortiq_kernels.recipes.heal_memory import heal_memory
@@ -153,6 +153,12 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
     check_window(cfg, g, device.device, dtype.dtype)
     dataset, pad_id = load_for(student, cfg.data, cfg.loss_on, ("train", "val"))
     packed = {s: pack(dataset.split(s), cfg.window, cfg.packing, pad_id) for s in ("train", "val")}
+    windows = len(packed["train"].windows)
+    need(
+        not 0 < windows < cfg.batch, "heal: batch", f"{cfg.batch} windows of {cfg.window} tokens",
+        f"at most {windows}, which is what the train records fill",
+        f"Set --batch {windows}, or lower --window for more windows.",
+    )  # fmt: skip
     train = train_batches(packed["train"].windows, cfg.batch)
     val = eval_batches(packed["val"].windows, cfg.batch, pad_id=pad_id)
     notes = list(dataset.notes)

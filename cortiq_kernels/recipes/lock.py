@@ -78,8 +78,9 @@ def _take(recipe: str, out: Path, file: Path) -> int:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(file), os.fstat(lock)):
                     who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T %z")}
-                    os.ftruncate(lock, 0)
-                    os.pwrite(lock, (json.dumps(who) + "\n").encode(), 0)
+                    with contextlib.suppress(OSError):  # a full disk: the lock holds, and says less
+                        os.ftruncate(lock, 0)
+                        os.pwrite(lock, (json.dumps(who) + "\n").encode(), 0)
                     return lock
         except BaseException:
             os.close(lock)

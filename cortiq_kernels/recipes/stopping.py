@@ -42,8 +42,8 @@ class _State:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[None]:
-    """Within the context a signal raises `Stopped`. Nothing changes inside another such context, or off the main
-    thread.
+    """Within the context a signal raises `Stopped`, whatever the code in between makes of it. Nothing changes inside
+    another such context, or off the main thread.
     """
     if _State.installed or threading.current_thread() is not threading.main_thread():
         yield
@@ -57,6 +57,12 @@ def stop_on_signals() -> Iterator[None]:
                 before[s] = held
                 signal.signal(s, _arrived)
         yield
+    except (Stopped, SystemExit):
+        raise
+    except BaseException as e:
+        if _State.number is not None:  # C code and the import machinery make other errors of what a handler raises
+            raise Stopped(_State.number) from e
+        raise
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
@@ -72,6 +78,11 @@ def shielded() -> Iterator[None]:
     finally:
         _State.shields -= 1
     check()
+
+
+def asked_to_stop() -> bool:
+    """Whether a signal has come."""
+    return _State.number is not None
 
 
 def check() -> None:

@@ -13,7 +13,8 @@ import torch
 
 from cortiq_kernels.recipes import checkpoint_dir
 from cortiq_kernels.recipes.checkpoint import Best
-from cortiq_kernels.recipes.checkpoint_dir import CheckpointDir, last_step
+from cortiq_kernels.recipes.checkpoint_dir import CheckpointDir
+from cortiq_kernels.recipes.checkpoint_place import last_step
 
 OLD = {"master": torch.arange(5.0), "m": torch.zeros(5, dtype=torch.float64)}
 NEW = {"master": -torch.arange(7.0), "best": torch.tensor([float("nan"), float("inf"), -0.0, 1e-45, 3.0, 1.0, 2.0])}

@@ -40,10 +40,43 @@ def test_waits_for_the_end_of_a_shield():
     assert done == [1, 2]
 
 
-def test_an_error_in_a_shield_is_what_is_raised():
-    with pytest.raises(ZeroDivisionError), stop_on_signals(), shielded():
+def test_what_the_code_in_between_makes_of_it_is_still_a_stop():
+    """C extensions turn what a handler raises while they load into errors of their own; an error under a shield hides
+    the signal that waits.
+    """
+    with pytest.raises(Stopped) as e, stop_on_signals():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except Stopped:
+            raise ImportError("initialization failed") from None
+    assert isinstance(e.value.__cause__, ImportError)
+    with pytest.raises(Stopped), stop_on_signals(), shielded():
         signal.raise_signal(signal.SIGTERM)
         raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), stop_on_signals():
+        raise ZeroDivisionError
+    with pytest.raises(SystemExit), stop_on_signals():
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("module", ["torch.distributions.kl", "torch._C", "cortiq_kernels.recipes.heal_plan"])
+def test_signal_while_torch_is_loaded(tmp_path, module):
+    """A torch that is half loaded cannot be loaded again, and must not be needed to say how to go on."""
+    code = (
+        "import signal, sys; from cortiq_kernels import cli\n"
+        "class Finder:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        f"        if name == {module!r}: signal.raise_signal(signal.SIGTERM)\n"
+        "sys.meta_path.insert(0, Finder)\n"
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    args = ["heal", "--student", "s", "--ce", "1", "--data", "d", "--out", str(tmp_path / "o")]
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 143, done.stderr
+    assert done.stderr.splitlines() == [
+        "cortiq heal: stopped by SIGTERM; no output was written. Start it again with the same command."
+    ]
 
 
 def test_lost_exception_is_raised_again():
