@@ -25,18 +25,19 @@ def forward_memory(
 ) -> dict[str, int]:  # fmt: skip
     """Parts of a forward pass of the whole model over `n` tokens, `rows` of them through the head (`forward_bytes`).
 
-    `more`: bytes on the device besides; `work`: estimated bytes alive besides one layer's workspace. `least` is what is
-    known exactly, `peak` with the estimates, `free` what the device has, `host_free` what the host has.
+    `more`: bytes on the device besides; `work`: estimated bytes alive where a layer's workspace is not. `least` is what
+    is known exactly, `peak` with the estimates, `free` what the device has, `host_free` what the host has.
     """
     weights = plan_layout(g).nbytes(dtype.itemsize)
     step = forward_bytes(g, n, window, rows, dtype, device.type, slabs=slabs)
+    step = step._replace(workspace=max(step.workspace, work))
     return {
         "model": weights,
         "activations": step.buffers,
-        "workspace": step.workspace + work,
+        "workspace": step.workspace,
         "logits": step.head,
         "least": weights + step.buffers + more,
-        "peak": weights + step.peak + more + work,
+        "peak": weights + step.peak + more,
         "free": backend.free_bytes(device),
         "host_free": backend.host_free_bytes(),
     }

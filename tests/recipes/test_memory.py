@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from cortiq_kernels.step import Micro, Trainer
 from cortiq_kernels.step.loss import Targets
 from cortiq_kernels.step.memory import gdn_chunk, train_bytes
 
-TOLERANCE = 0.25
+TOLERANCE = 0.2
 
 # A run in a process of its own, and the peak of its resident memory over what importing and a tiny run took.
 CHILD = """
@@ -59,7 +60,8 @@ linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="p
 def peaks(warm: dict, settings: dict) -> tuple[int, int]:
     """(peak that the plan said, peak that the process had) of a run."""
     args = [json.dumps(s, default=str) for s in (warm, settings)]
-    done = subprocess.run([sys.executable, "-c", CHILD, *args], capture_output=True, text=True, check=True)
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}  # or glibc keeps what is freed, by chance more or less
+    done = subprocess.run([sys.executable, "-c", CHILD, *args], capture_output=True, text=True, check=True, env=env)
     found = json.loads(done.stdout)
     return found["memory"]["peak"], found["peak"]
 
@@ -137,9 +139,10 @@ def test_the_peak_of_a_score_is_what_the_plan_said(tmp_path, build, world, model
 def test_the_peak_of_a_fold_is_what_the_plan_said(tmp_path, build, world):
     model = build.model(tmp_path / "m", big("LLFL", 900))
     data = build.records(tmp_path / "d.jsonl", 900, train=600)
-    warm = dict(recipe="fold", device="cpu", model=world.student, data=world.data, out=tmp_path / "w")
+    shared = dict(recipe="fold", device="cpu")
+    warm = dict(model=world.student, data=world.data, out=tmp_path / "w", window=32, batch=2)
     settings = dict(model=model, data=data, out=tmp_path / "o", window=1024, batch=8)
-    said, had = peaks(warm, {**warm, **settings})
+    said, had = peaks({**shared, **warm}, {**shared, **settings})
     assert said == pytest.approx(had, rel=TOLERANCE)
 
 

@@ -258,7 +258,8 @@ def test_no_room_is_said_before_the_teacher_is_loaded(cfg, monkeypatch):
 @pytest.mark.parametrize("place", ["student", "teacher", "out", "log", "file"])
 def test_places_that_are_refused(cfg, place):
     (cfg.out.parent / "a_file").write_text("x")
-    where = {"student": cfg.student, "teacher": cfg.teacher / "t", "out": cfg.out / "t", "log": cfg.out.with_name("healed.log.jsonl")}
+    where = {"student": cfg.student, "teacher": cfg.teacher / "t", "out": cfg.out / "t"}
+    where["log"] = cfg.out.with_name("healed.log.jsonl")
     bad = dataclasses.replace(cfg, targets=where.get(place, cfg.out.parent / "a_file"))
     with pytest.raises(InputError, match="heal: targets: got .*--targets"):
         heal_plan.plan_heal(bad)
