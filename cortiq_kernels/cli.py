@@ -209,7 +209,8 @@ def page_after(log: Path) -> Path | None:
 def fail(text: str, status: int) -> int:
     """One line on stderr; returns the status."""
     line = "; ".join(part.strip() for part in text.split("\n") if part.strip())
-    print(clean(line), file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        print(clean(line), file=sys.stderr)
     return status
 
 

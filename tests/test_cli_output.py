@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -148,6 +149,37 @@ def test_live_step_says_everything(monkeypatch):
     for words in ("KL 1.0000", "|g| 2.500", "rate 1.00e-05", "0.10 s/step", "10 tokens/s", "2h00m left", "5/10"):
         assert words in text, words
     assert "held-out KL 1.0000 after step 5/10" in text
+
+
+@pytest.mark.parametrize("view", [console.PlainView, console.LiveView])
+def test_a_run_outlives_whoever_watched_it(view, monkeypatch):
+    """`cortiq heal 2>&1 | head`, a closed terminal: hours of work are not lost with their progress."""
+    monkeypatch.setenv("TERM", "xterm")
+    calls = []
+
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            calls.append(text)
+            raise BrokenPipeError(32, "Broken pipe")
+
+        def isatty(self) -> bool:
+            return view is console.LiveView
+
+    with contextlib.suppress(OSError), view(Gone()) as shown:
+        for d in range(1, 4):
+            shown(EVAL | {"step": d})
+        d = 0
+    assert calls and d == 0
+
+
+def test_a_run_whose_progress_nobody_reads(place, tmp_path):
+    root, data = place
+    args = [*MODULE, *map(str, heal(root / "m", data, tmp_path / "o", "--epochs", "40"))]
+    env_ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(args, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env_) as process:
+        process.stderr.close()
+        assert process.wait(60) == 0
+    assert (tmp_path / "o" / "config.json").exists() and (tmp_path / "o.html").exists()
 
 
 def test_quiet(place, tmp_path):

@@ -7,6 +7,7 @@ hundredth of its time. A run of a week stays below a thousand lines a kind.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -77,11 +78,12 @@ def plan_line(e: dict[str, Any]) -> str:
 
 
 class PlainView:
-    """Lines to a stream that is not a terminal."""
+    """Lines to a stream that is not a terminal. A stream whose reader has gone is left alone: the run goes on."""
 
     def __init__(self, stream: IO[str], every: float = 10.0, clock: Callable[[], float] = time.monotonic):
         self.stream, self.every, self.clock = stream, every, clock
         self._began = clock()
+        self._gone = False
         self._last: dict[str, float] = {}
         self._shown: dict[str, int] = {}
 
@@ -94,10 +96,13 @@ class PlainView:
     def __call__(self, e: dict[str, Any]) -> None:
         """Show one event, if its turn has come."""
         text = line(e)
-        if text is None or not self._turn(e):
+        if text is None or self._gone or not self._turn(e):
             return
-        self.stream.write(clean(text.replace("\n", "; ")) + "\n")
-        self.stream.flush()
+        try:
+            self.stream.write(clean(text.replace("\n", "; ")) + "\n")
+            self.stream.flush()
+        except OSError:
+            self._gone = True
 
     def _turn(self, e: dict[str, Any]) -> bool:
         kind, now = e["event"], self.clock()
@@ -113,13 +118,19 @@ class PlainView:
 
 
 class LiveView:
-    """A progress bar of the current phase, with evaluations and notes above it."""
+    """A progress bar of the current phase, with evaluations and notes above it. A terminal that has gone is left alone:
+    the run goes on.
+    """
 
     def __init__(self, stream: IO[str]):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        self.console = Console(file=stream, highlight=False)
+        class Lasting(Console):
+            def on_broken_pipe(self) -> None:  # rich would end the program
+                self.quiet = True
+
+        self.console = Lasting(file=stream, highlight=False)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -136,10 +147,15 @@ class LiveView:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.progress.stop()
+        with contextlib.suppress(OSError):
+            self.progress.stop()
 
     def __call__(self, e: dict[str, Any]) -> None:
         """Show one event."""
+        with contextlib.suppress(OSError):
+            self._show(e)
+
+    def _show(self, e: dict[str, Any]) -> None:
         if e["event"] == "tick":
             left = self._left(e["phase"], e["done"], e["of"])
             self._bar(e["phase"], e["done"], e["of"], f"{seconds(left)} left" if left is not None else "")

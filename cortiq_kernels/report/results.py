@@ -46,17 +46,28 @@ def plan_text(plan: dict[str, Any]) -> str:
             f"  {'steps':16}{plan['steps']} of {plan['tokens_per_step']} tokens ({plan['steps_per_epoch']} a pass), "
             f"{plan['loss']} loss, {count(plan['trained_parameters'])} weights train"
         )
-        lines.append(f"  {'prefix':16}{plan['prefix']}")
+        lines += [f"  {k:16}{plan[k]}" for k in ("prefix", "targets", "checkpoint") if k in plan]
     if "width" in plan:
         lines.append(f"  {'width':16}{plan['width']}: {count(plan['parameters_after'])} parameters remain")
     lines.append(f"  {'device':16}{plan['device']}: {plan['device_reason']}")
     lines.append(f"  {'precision':16}{plan['dtype']}: {plan['dtype_reason']}")
-    memory = ", ".join(f"{k.replace('_', ' ')} {size(v)}" for k, v in plan["memory"].items())
-    lines.append(f"  {'memory':16}{memory}")
+    lines += [f"  {'memory':16}{text}" for text in memory_text(plan["memory"])]
     if "backends" in plan:
         lines += [f"  {'backend':16}{text}" for text in backend_text(plan["backends"])]
     lines += [f"  {'note':16}{note}" for note in plan["notes"]]
     return clean("\n".join(lines))
+
+
+def memory_text(memory: dict[str, int]) -> list[str]:
+    """What the parts take, then what that comes to and what there is."""
+    totals = ("least", "peak", "free", "host_least", "host_free")
+    words = {"least": "at least", "peak": "at the peak", "host_least": "on the host at least"}
+
+    def text(k: str) -> str:
+        return f"{words.get(k, k.replace('_', ' '))} {size(memory[k])}"
+
+    parts = [text(k) for k, v in memory.items() if k not in totals and v]
+    return [", ".join(part) for part in (parts, [text(k) for k in totals if k in memory]) if part]
 
 
 def backend_text(backends: dict[str, dict[str, str]]) -> list[str]:
