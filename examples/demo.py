@@ -81,7 +81,7 @@ def summary(score: dict, models: tuple[Path, ...], out: Path, seconds: float) ->
     Console(width=100).print(table)
     won = (fold - healed) / (fold - source)
     print(f"The fold lost {fold - source:.4f} nat a token; healing won back {won:.0%} of it.")
-    print(f"{seconds:.0f} s in all. Healed model: {shorten(models[2])}   run log: {out / 'healed.log.jsonl'}")
+    print(f"{seconds:.0f} s in all. Healed model: {shorten(models[2])}   its curves: {out / 'healed.html'}")
     print("Next, your own: cortiq fold --model MODEL_DIR --data RECORDS.jsonl --out FOLD_DIR   (more: cortiq --help)")
 
 

@@ -122,6 +122,14 @@ def test_a_list_of_the_wrong_kind(tmp_path):
         assert words in refused(tmp_path, "score", "--data", "d", "--config", file)
 
 
+def test_the_file_in_the_documentation_works(tmp_path):
+    text = (Path(__file__).parents[1] / "docs" / "command_line.md").read_text(encoding="utf-8")
+    file = tmp_path / "heal.toml"
+    file.write_text(text.split("```toml\n")[1].split("```")[0])
+    cfg, _ = cli.parse("heal", ["--config", str(file), "--lr", "2e-5"])
+    assert cfg.student == Path("fold") and cfg.train_from == 4 and cfg.lr == 2e-5
+
+
 def test_byte_order_mark_and_windows_lines(tmp_path):
     file = tmp_path / "c.toml"
     file.write_bytes(b'\xef\xbb\xbflr = 1e-4\r\nstudent = "s"\r\n')
