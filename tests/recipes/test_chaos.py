@@ -146,20 +146,23 @@ def test_killed_at_random_and_resumed(world, tmp_path):
         more = ["--eval-every", "4", "--lr", "2e-3", "--device", "cpu", "--checkpoint-every", "1", "--resume"]
         return ["heal", *inputs, "--out", str(place / "out"), *sizes, *more]
 
-    seen = chaos(tmp_path, args, kills=12, forked=True, patience=60)
+    seen = chaos(tmp_path, args, kills=8, forked=True, patience=60)
     assert any(seen["steps"]), seen
 
 
 @pytest.mark.skipif(KILLS == 0, reason="CORTIQ_CHAOS says how many kills")
 def test_killed_at_random_and_resumed_on_the_shipped_model(tmp_path):
-    shape = ["--window", "1024", "--batch", "2", "--device", "cpu"]
+    shape = ["--window", "512", "--batch", "2", "--device", "cpu"]
+    lines = (SHIPPED / "data.jsonl").read_text().splitlines(keepends=True)
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(lines[::12]))  # enough for every phase, and a run in half a minute
     fold = ["fold", "--model", str(SHIPPED / "model"), "--data", str(SHIPPED / "data.jsonl"), "--out"]
     assert cli.main([*fold, str(tmp_path / "fold"), "--keep", "0.5", "--max-batches", "4", *shape]) == 0
 
     def args(place: Path) -> list[str]:
         inputs = ["--student", str(tmp_path / "fold"), "--teacher", str(SHIPPED / "model")]
-        more = ["--lr", "1e-3", "--epochs", "0.1", "--eval-every", "5", "--checkpoint-every", "2s", "--resume"]
-        return ["heal", *inputs, "--data", str(SHIPPED / "data.jsonl"), "--out", str(place / "out"), *shape, *more]
+        more = ["--lr", "1e-3", "--epochs", "1", "--eval-every", "5", "--checkpoint-every", "2s", "--resume"]
+        return ["heal", *inputs, "--data", str(data), "--out", str(place / "out"), *shape, *more]
 
     seen = chaos(tmp_path, args, kills=KILLS, forked=False, patience=900)
     print(seen)

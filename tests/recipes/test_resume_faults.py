@@ -159,7 +159,7 @@ def test_stopped_at_any_line_of_the_loop(cfg):
     calm, again = dataclasses.replace(cfg, out=cfg.out.with_name("calm")), dataclasses.replace(cfg, resume=True)
     lines = traced_run(calm, 0)
     want = files(calm.out)
-    begin, stride = lines // 12, max(1, lines // 13)
+    begin, stride = lines // 12, max(1, lines // 9)
     for stop in range(begin, lines, stride):
         with pytest.raises(Stopped):
             traced_run(again, stop)
