@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import re
 import typing
 from collections.abc import Collection, Iterator
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from cortiq_kernels.cli_config import read_toml
 from cortiq_kernels.recipes.errors import refuse
-from cortiq_kernels.recipes.settings import check_values, convert, flag_of, kinds, optional, required
+from cortiq_kernels.recipes.settings import about, check_values, convert, flag_of, kinds, optional, required
 
 
 class Flags(NamedTuple):
@@ -60,19 +61,35 @@ def parse(name: str, config: type, args: list[str], recipes: Collection[str]) ->
 
 
 def show_help(name: str, config: type) -> NoReturn:
-    """Print the help, which tyro makes of the config's fields and their docstrings; SystemExit(0)."""
+    """Print the help, which tyro lays out from the config's fields and what their docstrings say; SystemExit(0)."""
     import tyro
 
-    without_prefix, alone = typing.cast(Any, tyro.conf.OmitArgPrefixes), typing.cast(Any, tyro.conf.FlagCreatePairsOff)
-    defaults = config(**dict.fromkeys(required(config), tyro.MISSING))
-    fields: list[Any] = [("settings", without_prefix[config], dataclasses.field(default=defaults))]
-    for option, kind in kinds(Flags).items():
-        annotated = alone[typing.Annotated[typing.cast(Any, kind), tyro.conf.arg(help=_HELP[option])]]
-        fields.append((option, annotated, dataclasses.field(default=Flags._field_defaults[option])))
+    def field(name: str, kind: Any, text: str, default: Any, marker: Any = None) -> tuple[str, Any, Any]:
+        without, none = optional(kind)
+        arg = tyro.conf.arg(
+            help=text,
+            metavar=_metavar(without) if none else None,  # tyro's own is {None}|PATH
+            help_behavior_hint="" if default in (None, False) else None,  # the text says what happens then
+        )
+        annotated: Any = typing.Annotated[kind, arg]
+        return name, marker[annotated] if marker else annotated, dataclasses.field(default=default)
+
+    said, types = about(config), kinds(config)
+    alone = typing.cast(Any, tyro.conf.FlagCreatePairsOff)  # no --no-json
+    fields = [
+        field(f.name, types[f.name], said[f.name], tyro.MISSING if f.name in required(config) else f.default)
+        for f in dataclasses.fields(config)
+    ]
+    fields += [field(f, kind, _HELP[f], Flags._field_defaults[f], alone) for f, kind in kinds(Flags).items()]
     command = dataclasses.make_dataclass("Command", fields, frozen=True)
-    summary = (config.__doc__ or "").split("\n")[0]
-    tyro.cli(command, prog=f"cortiq {name}", description=summary, args=["--help"])
+    tyro.cli(command, prog=f"cortiq {name}", description=inspect.cleandoc(config.__doc__ or ""), args=["--help"])
     raise AssertionError("tyro returned from --help")
+
+
+def _metavar(kind: Any) -> str:
+    if typing.get_origin(kind) is typing.Literal:
+        return "{" + ",".join(map(str, typing.get_args(kind))) + "}"
+    return {Path: "PATH", int: "INT", float: "FLOAT"}.get(kind, "TEXT")
 
 
 def check_flags(name: str, config: type, args: list[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from report_world import CONFIG, TRAIN, fold, heal
 
 from cortiq_kernels import cli, cli_config, cli_flags
 from cortiq_kernels.recipes.errors import InputError
-from cortiq_kernels.recipes.settings import LARGEST, check_values, flag_of, kinds, optional
+from cortiq_kernels.recipes.settings import LARGEST, about, check_values, flag_of, kinds, optional
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1, max_size=12)
 
@@ -136,11 +136,17 @@ def test_byte_order_mark_and_windows_lines(tmp_path):
     assert cli_config.read_toml(file, "heal", cli.RECIPES["heal"].config, cli.RECIPES)["lr"] == 1e-4
 
 
+def test_every_setting_says_what_it_is():
+    for recipe in cli.RECIPES.values():
+        said = about(recipe.config)
+        assert list(said) == list(kinds(recipe.config)) and all(said.values())
+
+
 @pytest.mark.parametrize("name", list(cli.RECIPES))
 def test_help_names_every_flag_and_no_other(name):
     """tyro writes the help, and this package reads the words: both know the same flags."""
     done = cortiq(name, "--help")
-    assert done.status == 0 and done.err == ""
+    assert done.status == 0 and done.err == "" and "None" not in done.out
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", done.out.replace("\n", " "))) - {"--help"}
     config = cli.RECIPES[name].config
     known = {**kinds(config), **kinds(cli_flags.Flags)}

@@ -5,10 +5,14 @@ No torch here: the command line needs it before anything heavy is imported.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import errno
+import inspect
+import itertools
 import math
 import os
+import textwrap
 import types
 import typing
 from collections.abc import Sequence
@@ -32,6 +36,17 @@ _EXPECTED = {
 def kinds(config: type) -> dict[str, Any]:
     """Field name -> type of a config dataclass."""
     return typing.get_type_hints(config)
+
+
+def about(config: type) -> dict[str, str]:
+    """Field name -> the docstring below it, in one line. Every field of a config has one."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    said = {}
+    for field, text in itertools.pairwise(body.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            said[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    return said
 
 
 def optional(kind: Any) -> tuple[Any, bool]:
