@@ -135,7 +135,7 @@ def test_live_only_where_the_cursor_moves(monkeypatch, term, live):
 
 def test_live_step_says_everything(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "80")
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -143,12 +143,16 @@ def test_live_step_says_everything(monkeypatch):
 
     terminal = Terminal()
     with console.view_for(terminal) as view:
-        view(STEP | {"step": 5, "of": 10, "left_s": 7200.0, "norm": 2.5})
+        view({"event": "tick", "phase": "a model [/red]", "done": 1, "of": 2})
+        view.live.refresh()
+        view(STEP | {"step": 123456, "of": 200000, "left_s": 7200.0, "norm": 2.5, "tokens_per_s": 123456.0})
+        view.live.refresh()
         view(EVAL | {"step": 5, "of": 10})
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
-    for words in ("KL 1.0000", "|g| 2.500", "rate 1.00e-05", "0.10 s/step", "10 tokens/s", "2h00m left", "5/10"):
+    for words in ("KL 1.0000", "|g| 2.500", "rate 1.00e-05", "0.10 s/step", "123,456 tokens/s", "2h00m left",
+                  "123456/200000", "a model [/red]"):  # fmt: skip
         assert words in text, words
-    assert "held-out KL 1.0000 after step 5/10" in text
+    assert "held-out KL 1.0000 after step 5/10" in text and "…" not in text
 
 
 @pytest.mark.parametrize("view", [console.PlainView, console.LiveView])

@@ -49,7 +49,7 @@ def line(e: dict[str, Any]) -> str | None:
     if kind == "tick":
         return f"{e['phase']}: {e['done']}/{e['of']}"
     if kind == "step":
-        return f"step {e['step']}/{e['of']}  {step_numbers(e)}"
+        return f"step {e['step']}/{e['of']}  {step_numbers(e)}  {seconds(e['left_s'])} left"
     if kind == "skip":
         return (
             f"step {e['step']} skipped: loss {number(e['loss'])}, |g| {number(e['norm'], 3)} "
@@ -64,10 +64,10 @@ def line(e: dict[str, Any]) -> str | None:
 
 
 def step_numbers(e: dict[str, Any]) -> str:
-    """Loss, gradient norm, rate, speed and time left of a step."""
+    """Loss, gradient norm, rate and speed of a step."""
     return (
         f"{e['loss_name']} {number(e['loss'])}  |g| {number(e['norm'], 3)}  rate {e['rate']:.2e}  "
-        f"{e['seconds']:.2f} s/step  {e['tokens_per_s']:,.0f} tokens/s  {seconds(e['left_s'])} left"
+        f"{e['seconds']:.2f} s/step  {e['tokens_per_s']:,.0f} tokens/s"
     )
 
 
@@ -118,37 +118,36 @@ class PlainView:
 
 
 class LiveView:
-    """A progress bar of the current phase, with evaluations and notes above it. A terminal that has gone is left alone:
-    the run goes on.
+    """A progress bar of the current phase with the time left, the step's numbers below it (so both fit 80 columns),
+    evaluations and notes above. A terminal that has gone is left alone: the run goes on.
     """
 
     def __init__(self, stream: IO[str]):
-        from rich.console import Console
+        from rich.console import Console, Group
+        from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.text import Text
 
         class Lasting(Console):
             def on_broken_pipe(self) -> None:  # rich would end the program
                 self.quiet = True
 
         self.console = Lasting(file=stream, highlight=False)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[info]}"),
-        )
-        self.progress = Progress(*columns, console=self.console, transient=True)
+        name, left = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[left]"))
+        self.progress = Progress(name, BarColumn(), MofNCompleteColumn(), left)
+        self.numbers = Text()
+        self.live = Live(Group(self.progress, self.numbers), console=self.console, transient=True, refresh_per_second=4)
         self._phase: str | None = None
         self._task: Any = None
         self._began = 0.0
 
     def __enter__(self) -> LiveView:
-        self.progress.start()
+        self.live.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         with contextlib.suppress(OSError):
-            self.progress.stop()
+            self.live.stop()
 
     def __call__(self, e: dict[str, Any]) -> None:
         """Show one event."""
@@ -157,10 +156,9 @@ class LiveView:
 
     def _show(self, e: dict[str, Any]) -> None:
         if e["event"] == "tick":
-            left = self._left(e["phase"], e["done"], e["of"])
-            self._bar(e["phase"], e["done"], e["of"], f"{seconds(left)} left" if left is not None else "")
+            self._bar(e["phase"], e["done"], e["of"], self._left(e["phase"], e["done"], e["of"]), "")
         elif e["event"] == "step":
-            self._bar("train", e["step"], e["of"], step_numbers(e))
+            self._bar("train", e["step"], e["of"], e["left_s"], step_numbers(e))
         else:
             text = line(e)
             if text is not None:
@@ -173,12 +171,13 @@ class LiveView:
             return None
         return (now - self._began) / max(done - 1, 1) * (of - done)
 
-    def _bar(self, phase: str, done: int, of: int, info: str) -> None:
+    def _bar(self, phase: str, done: int, of: int, left: float | None, numbers: str) -> None:
         if phase != self._phase:
             if self._task is not None:
                 self.progress.remove_task(self._task)
-            self._phase, self._task = phase, self.progress.add_task(phase, total=of, info=info)
-        self.progress.update(self._task, completed=done, info=info)
+            self._phase, self._task = phase, self.progress.add_task(clean(phase), total=of, left="")
+        self.progress.update(self._task, completed=done, left="" if left is None else f"{seconds(left)} left")
+        self.numbers.plain = numbers
 
 
 def view_for(stream: IO[str]) -> PlainView | LiveView:
