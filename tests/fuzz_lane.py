@@ -239,7 +239,12 @@ def fuzzed(strategy: Any) -> Callable[[Callable[[Lane, Any], None]], Any]:
             def run(case: Any) -> None:
                 check(lane, case)
 
-            (hypothesis.seed(int(seed))(run) if seed is not None else run)()
+            lane.counts = dict.fromkeys(lane.counts, 0)
+            began = "the same cases in every run" if seed is None else f"CORTIQ_FUZZ_SEED={seed}"
+            try:
+                (hypothesis.seed(int(seed))(run) if seed is not None else run)()
+            finally:  # shrinking a fault runs more cases than were asked for
+                print(f"{check.__name__}: {', '.join(f'{n} {what}' for what, n in lane.counts.items())}; {began}")
 
         test.__name__, test.__doc__ = check.__name__, check.__doc__
         return test

@@ -27,6 +27,9 @@ from directories import (
 from report_world import CONFIG, ROWS, TRAIN, V, fold, heal, score
 from tiny import config
 
+from cortiq_kernels.model.hf import open_model
+from cortiq_kernels.model.weights import Weights
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
@@ -72,6 +75,9 @@ def test_float32_decay_is_never_rounded(tmp_path, data):
     assert got == pytest.approx(transformers_nll(path, ROWS), rel=1e-6)
     rounded = {n: t.bfloat16().float() if n.endswith(exact) else t for n, t in tensors.items()}
     assert abs(nll(model=write_dir(tmp_path / "r", CONFIG, rounded), data=data)[0] - got) > 1e-6
+    held = Weights.load(open_model(path), dtype=torch.bfloat16)  # a forward pass in bfloat16 takes them as they are
+    assert torch.equal(held["layers.0.A_log"], tensors[name])
+    assert torch.equal(held["layers.0.dt_bias"], tensors[name.replace("A_log", "dt_bias")])
     assert cortiq(*heal(path, data, tmp_path / "mlp", "--train", "mlp")).status == 0
     assert cortiq(*fold(path, data, tmp_path / "fold")).status == 0
     for out in ("mlp", "fold"):

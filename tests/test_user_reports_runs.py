@@ -303,8 +303,8 @@ def test_redirected_progress_is_plain_and_short(world):
     args = [*heal(world / "m", data, world / "o", "--teacher", world / "t", "--ce", "0", "--eval-every", "50")]
     with open(world / "log", "wb") as log:
         done = subprocess.run([sys.executable, "-m", "cortiq_kernels.cli", *map(str, args)], stderr=log,
-                              stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
-                              cwd=Path(__file__).parents[1])  # fmt: skip
+                              stdout=subprocess.PIPE, cwd=Path(__file__).parents[1],
+                              env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"})  # fmt: skip
     text = (world / "log").read_bytes()
     assert done.returncode == 0 and b"\r" not in text + done.stdout and b"\x1b" not in text + done.stdout
     lines = text.decode().splitlines()

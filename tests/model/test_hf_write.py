@@ -103,6 +103,7 @@ def test_each_tensor_keeps_its_stored_dtype_rounded_to_nearest_even(model, tmp_p
 
 
 def test_views_of_any_strides(model, tmp_path):
+    """Modelled on safetensors/safetensors#469: views of a fused matrix, a transposed one, columns, one number."""
     src = open_model(model().save(tmp_path / "src"))
     fused = torch.randn(48, 16).bfloat16()
     gram = torch.randn(24, 16).bfloat16()
