@@ -27,6 +27,8 @@ from fuzz_lane import CONFIG as TEXT_CONFIG
 from fuzz_lane import build_world
 from report_world import CONFIG, TRAIN, fold, heal, score
 
+from cortiq_kernels.data.record import DataError
+from cortiq_kernels.data.tokens import Tokenizer
 from cortiq_kernels.model import shard
 from cortiq_kernels.model.geometry import ModelError
 from cortiq_kernels.model.hf import open_model, write_model
@@ -339,16 +341,34 @@ def test_a_file_larger_than_its_kind_is_not_read(tmp_path, monkeypatch):
         read_object(tmp_path / "x.json")
 
 
-def test_a_tokenizer_that_panics_is_refused(tmp_path):
-    """Its native code raises what is no Exception; here an added token that its own model cannot place."""
+BAD_REGEX = {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}}
+NO_UNKNOWN = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(BAD_REGEX, "cannot be read as a tokenizer"), (NO_UNKNOWN, "cannot encode the records")],
+)
+def test_tokenizers_that_fail_in_their_own_code(tmp_path, change, words):
+    """The library raises bare exceptions, when it reads a file and when it meets a text."""
     builders = load_conftest("data")
     model = builders.write_model_dir(tmp_path / "m")
     write_dir(model, TEXT_CONFIG, tensors_of(TEXT_CONFIG))
     spec = json.loads((model / "tokenizer.json").read_text())
-    spec["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
-    (model / "tokenizer.json").write_text(json.dumps(spec))
+    (model / "tokenizer.json").write_text(json.dumps(spec | change))
     data = write_records(tmp_path / "d.jsonl", [{"text": "the fox", "split": "test"}])
-    assert "tokenizer.json: cannot be read as a tokenizer" in refused(tmp_path, *score(model, data))
+    line = refused(tmp_path, *score(model, data))
+    assert f"tokenizer.json: {words} (" in line
+
+
+def test_a_native_panic_is_a_refusal_and_a_stop_is_none(tmp_path):
+    """A panic of native code is no Exception; what else is none (a signal, Ctrl-C) goes its way."""
+    tok = Tokenizer(load_conftest("data").write_model_dir(tmp_path / "m"))
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+    with pytest.raises(DataError, match="cannot encode"), tok._native("cannot encode", "mend it"):
+        raise panic("index out of bounds")
+    with pytest.raises(KeyboardInterrupt), tok._native("cannot encode", "mend it"):
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
