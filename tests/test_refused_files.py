@@ -1,6 +1,6 @@
 """Every file that a command reads or writes, as what it should not be: nothing there, a directory, links to nothing or
-in a circle, a pipe without a writer, a socket, a device, 0 bytes, a file that may not be read, and files that change while
-they are read. One line names the place and says what is there; no command waits, and nothing is written.
+in a circle, a pipe without a writer, a socket, a device, 0 bytes, a file that may not be read, one that changes while
+it is read. One line names the place and says what is there; no command waits, and nothing is written.
 """
 
 from __future__ import annotations
