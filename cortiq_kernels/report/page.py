@@ -17,6 +17,7 @@ from cortiq_kernels.report.chart import Mark, bar_chart, line_chart
 from cortiq_kernels.report.console import clean, number, seconds
 from cortiq_kernels.report.history import History
 from cortiq_kernels.report.results import count, size
+from cortiq_kernels.report.runlog import LogError
 from cortiq_kernels.report.style import STYLE
 
 MARK = "<!DOCTYPE html><!-- cortiq run page -->"
@@ -26,8 +27,17 @@ Row = Sequence[object]
 
 
 def page(events: Sequence[Mapping[str, Any]]) -> str:
-    """The page of a run's events (`runlog.read_log`), of any recipe, ended or not."""
-    h = History.of_events(events)
+    """The page of a run's events (`runlog.read_log`), of any recipe, ended or not. LogError when an event lacks what its
+    kind holds (a log that somebody edited, or of another version).
+    """
+    try:
+        return _page(History.of_events(events))
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as e:
+        got = f"an event that is not as this version writes it ({type(e).__name__}: {e})"
+        raise LogError(f"run log: got {got}; expected an unchanged log. Take the original.") from e
+
+
+def _page(h: History) -> str:
     title = f"cortiq {h.recipe}"
     out = h.plan.get("out") or h.settings.get("out")
     body = [

@@ -10,6 +10,8 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cortiq_kernels.report import scale
 from cortiq_kernels.report.history import History
@@ -212,6 +214,28 @@ def test_pages_of_fold_and_score():
            "count": 1000, "records": 7, "agreement": None, "kl": None}  # fmt: skip
     text = text_of(parsed([START | {"recipe": "score"}, row, row | {"model": "b", "agreement": 0.5, "kl": 0.25}]))
     assert "a test all 1.5000 4.482 1,000 7" in text and "50.0% 0.2500" in text
+
+
+JUNK = st.none() | st.booleans() | st.integers(-9, 10**30) | st.floats() | st.text(max_size=5) | st.just([]) | st.just({})
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_an_edited_log_gives_a_page_or_one_error(data):
+    """Fields gone or replaced by anything: a well-formed page, or LogError; never another exception."""
+    done = {"event": "done", "time": 1.7e9, "seconds_per_step": 0.5, "tokens_per_second": 1.0, "seconds": 9.0}
+    events = [*a_run(), done]
+    for _ in range(data.draw(st.integers(1, 3))):
+        i = data.draw(st.integers(0, len(events) - 1))
+        key = data.draw(st.sampled_from(sorted(events[i])))
+        changed = {k: v for k, v in events[i].items() if k != key}
+        events[i] = changed if data.draw(st.booleans()) else changed | {key: data.draw(JUNK)}
+    try:
+        text = page(events)
+    except LogError as e:
+        assert "\n" not in str(e).strip()
+    else:
+        ET.fromstring(text)
 
 
 def test_no_log():
