@@ -58,7 +58,7 @@ def lines(cfg: HealConfig) -> list[dict]:
     """The log's training and what came after it, without times."""
     log = read_log(cfg.out.with_name(cfg.out.name + ".log.jsonl"))
     assert [e["event"] for e in log[:2]] == ["start", "plan"]
-    kept = [e for e in log if e["event"] in ("step", "eval", "skip", "write", "done")]
+    kept = [e for e in log if e["event"] in ("step", "eval", "skip", "write", "done", "error")]
     return [{k: v for k, v in e.items() if k not in (*TIMES, "out", "notes")} for e in kept]
 
 
@@ -269,6 +269,51 @@ def test_new_log_gets_everything(cfg):
     events = read_log(log)
     assert [e["event"] for e in events[:2]] == ["start", "plan"]
     assert min(e["step"] for e in events if e["event"] == "step") == 3
+
+
+def test_lines_after_the_checkpoint_are_cut_off(cfg):
+    """Killed two steps after the last checkpoint: those steps are done again, and are in the log once."""
+    cfg = dataclasses.replace(cfg, checkpoint_every="2")
+    calm, again = dataclasses.replace(cfg, out=cfg.out.with_name("calm")), dataclasses.replace(cfg, resume=True)
+    go(calm)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(event: dict) -> None:
+        log(event)
+        if (event["event"], event.get("step")) == ("step", 4):
+            raise Killed
+
+    with pytest.raises(Killed), RunLog(cfg.out.with_name("healed.log.jsonl"), {"recipe": "heal"}) as log:
+        heal.run(again, kill)
+    assert CheckpointDir(cfg.out).read()["step"] == 2
+    with open(log.path, "a") as f:
+        f.write('{"event": "st')  # and a line that the kill cut off
+    go(again)
+    same(calm, again)
+
+
+def test_half_a_step_is_never_saved(cfg, monkeypatch):
+    """A program's own handler may raise in the middle of an update, which no shield holds back."""
+    cfg = dataclasses.replace(cfg, checkpoint_every="1")
+    calm, again = dataclasses.replace(cfg, out=cfg.out.with_name("calm")), dataclasses.replace(cfg, resume=True)
+    go(calm)
+    real, calls = Trainer.apply, []
+
+    def apply(self, rate, **kw):
+        calls.append(rate)
+        real(self, rate, **kw)
+        if len(calls) == 3:
+            self.weights.trained.m[:9] = 7.0
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "apply", apply)
+    with pytest.raises(KeyboardInterrupt):
+        go(again)
+    assert CheckpointDir(cfg.out).read()["step"] == 2
+    go(again)
+    same(calm, again)
 
 
 def test_rounded_prefix_stays_rounded(cfg, monkeypatch):
