@@ -27,8 +27,9 @@ Row = Sequence[object]
 
 
 def page(events: Sequence[Mapping[str, Any]]) -> str:
-    """The page of a run's events (`runlog.read_log`), of any recipe, ended or not. LogError when an event lacks what its
-    kind holds (a log that somebody edited, or of another version).
+    """The page of a run's events (`runlog.read_log`), of any recipe, ended or not.
+
+    LogError when an event lacks what its kind holds: a log that somebody edited, or of another version.
     """
     try:
         return _page(History.of_events(events))

@@ -216,7 +216,8 @@ def test_pages_of_fold_and_score():
     assert "a test all 1.5000 4.482 1,000 7" in text and "50.0% 0.2500" in text
 
 
-JUNK = st.none() | st.booleans() | st.integers(-9, 10**30) | st.floats() | st.text(max_size=5) | st.just([]) | st.just({})
+JUNK = st.one_of(st.none(), st.booleans(), st.integers(-9, 10**30), st.floats(), st.text(max_size=5), st.just([]),
+                 st.just({}))  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
