@@ -223,7 +223,8 @@ def test_files_of_records(tmp_path, case):
 
 def test_fewer_windows_than_a_batch_says_both_numbers(tmp_path, data):
     path = write_dir(tmp_path / "m", CONFIG, tensors_of(CONFIG))
-    check(refused(tmp_path, *heal(path, data, tmp_path / "o"), "--batch", "9"), "got 9 windows", "at most 4", "--batch 4")
+    line = refused(tmp_path, *heal(path, data, tmp_path / "o"), "--batch", "9")
+    check(line, "got 9 windows", "at most 4", "--batch 4")
 
 
 def test_text_without_a_tokenizer_is_the_directory_s_fault(tmp_path, text_model):
