@@ -29,7 +29,7 @@ def tools() -> str:
 if tools():
     pytest.skip(tools(), allow_module_level=True)
 
-VARIANTS = aot.variants()
+VARIANTS = aot.variants(90)
 ONE_OF_EACH = {v.kernel.fn.__name__: v for v in VARIANTS}.values()
 
 
@@ -54,9 +54,11 @@ def test_compiles_for_other_architectures(variant, arch):
 
 def test_names_are_distinct_and_every_kernel_is_listed():
     from cortiq_kernels.ops import topk_kl_triton, topk_triton
+    from cortiq_kernels.ops.gated_delta import bwd_triton, conv_triton, fwd_triton, gates_triton, wy_triton
 
     assert len({v.name for v in VARIANTS}) == len(VARIANTS)
-    kernels = {n for m in (topk_kl_triton, topk_triton) for n in vars(m) if n.endswith("_kernel")}
+    modules = (topk_kl_triton, topk_triton, bwd_triton, conv_triton, fwd_triton, gates_triton, wy_triton)
+    kernels = {n for m in modules for n in vars(m) if n.endswith("_kernel")}
     assert kernels == {v.kernel.fn.__name__ for v in VARIANTS}
 
 

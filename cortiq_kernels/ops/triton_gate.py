@@ -31,11 +31,12 @@ def _say_once(op: str, why: str) -> None:
     warnings.warn(f"{op}: runs on plain torch operations, many times slower than its kernel: {why}", stacklevel=4)
 
 
-def use_triton(op: str, x: Tensor, backend: str) -> bool:
+def use_triton(op: str, x: Tensor, backend: str, unfit: str = "") -> bool:
     """Whether `op` on `x` runs on Triton: "auto" takes it for CUDA tensors below float64, "triton" insists.
 
-    Raises `ValueError` for an unknown backend, and for "triton" where it cannot be: float64, no Triton, or a CPU tensor
-    outside Triton's interpreter.
+    `unfit` says why the op's kernels do not take these shapes, "" when they do. Raises `ValueError` for an unknown
+    backend, and for "triton" where it cannot be: float64, no Triton, a CPU tensor outside Triton's interpreter, shapes
+    that are unfit.
     """
     if backend not in BACKENDS:
         checks.fail(op, "backend", f"one of {list(BACKENDS)}", repr(backend), "leave it out to have it chosen")
@@ -48,6 +49,7 @@ def use_triton(op: str, x: Tensor, backend: str) -> bool:
     elif not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         reason, quiet = "a CPU tensor (Triton's interpreter needs TRITON_INTERPRET=1)", True
     else:
+        reason = reason or unfit or None
         quiet = not x.is_cuda  # the interpreter is for tests: "auto" never takes it
     if backend == "triton":
         if reason:

@@ -28,7 +28,7 @@ Kept for the backward, acc: q, k, v, g, beta on the grid, and `CoreSaved`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,12 @@ from torch import Tensor
 from .. import checks
 from ..checks import acc_dtype
 from ..sequences import SeqIndex, check_cu_seqlens, sequence_index
+from ..triton_gate import use_triton
 from .core import CoreSaved, core_bwd, core_fwd
-from .layout import causal_masks, chunk_size, from_chunks, to_chunks
+from .layout import causal_masks, chunk_size, from_chunks, to_chunks, unfit_for_kernels
+
+if TYPE_CHECKING:
+    from .chunk_triton import TritonChunkSaved
 
 
 class ChunkSaved(NamedTuple):
@@ -55,6 +59,18 @@ class ChunkSaved(NamedTuple):
     dtypes: tuple[torch.dtype, ...]  # of q, k, v, g, beta
     has_state: bool  # an initial state was given
 
+    @property
+    def o_shape(self) -> tuple[int, ...]:
+        """[B, T, HV, DV]"""
+        heads = (self.v.shape[2], self.v.shape[4])
+        rows = (self.v.shape[1], self.length) if self.packed is None else (1, self.packed.positions.numel())
+        return (*rows, *heads)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """[S, HV, DK, DV]"""
+        return (*self.v.shape[1:3], self.k.shape[4], self.v.shape[4])
+
 
 def chunk_gated_delta_rule_fwd(
     q: Tensor,
@@ -68,7 +84,8 @@ def chunk_gated_delta_rule_fwd(
     cu_seqlens: Tensor | None = None,
     *,
     save: bool = True,
-) -> tuple[Tensor, Tensor | None, ChunkSaved | None]:
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None, ChunkSaved | TritonChunkSaved | None]:
     """Gated delta rule over whole sequences; formulas and shapes in the module docstring.
 
     Args:
@@ -77,6 +94,7 @@ def chunk_gated_delta_rule_fwd(
         output_final_state: return the state after the last token too.
         cu_seqlens: starts of packed sequences, values non-decreasing from 0 to T.
         save: keep what the backward needs.
+        backend: "auto" takes the Triton kernels for CUDA tensors that fit them, "torch" and "triton" insist.
 
     Returns:
         o [B, T, HV, DV] in v's dtype, the final state (None unless asked for), `ChunkSaved` (None with save=False).
@@ -87,6 +105,11 @@ def chunk_gated_delta_rule_fwd(
     _check_inputs(q, k, v, g, beta, initial_state, cu_seqlens)
     acc = acc_dtype(v.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    unfit = unfit_for_kernels(v.dtype, q.shape[-1], v.shape[-1])
+    if use_triton("chunk_gated_delta_rule_fwd", v, backend, unfit):
+        from .chunk_triton import chunk_fwd
+
+        return chunk_fwd(q, k, v, g, beta, scale, initial_state, cu_seqlens, final=output_final_state, save=save)
     tokens = tuple(x.to(acc) for x in (q, k, v, g.unsqueeze(-1), beta.unsqueeze(-1)))
     length, index, rows = q.shape[1], None, q.shape[0]
     if cu_seqlens is not None:
@@ -111,7 +134,7 @@ def chunk_gated_delta_rule_fwd(
 
 
 def chunk_gated_delta_rule_bwd(
-    do: Tensor, saved: ChunkSaved, dht: Tensor | None = None
+    do: Tensor, saved: ChunkSaved | TritonChunkSaved, dht: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of everything that went into `chunk_gated_delta_rule_fwd`.
 
@@ -127,16 +150,18 @@ def chunk_gated_delta_rule_bwd(
     Raises:
         ValueError: `do` or `dht` does not fit the forward.
     """
-    _, rows, hv, chunk, dv = saved.v.shape
-    index, length, acc = saved.packed, saved.length, saved.v.dtype
-    shape = (rows, length, hv, dv) if index is None else (1, index.positions.numel(), hv, dv)
     op = "chunk_gated_delta_rule_bwd"
-    checks.shape(op, "do", do, shape, str(list(shape)), "pass the gradient of o")
-    checks.same_device(op, "do", do, "the saved v", saved.v)
-    state_shape = (rows, hv, saved.k.shape[-1], dv)
+    checks.shape(op, "do", do, saved.o_shape, str(list(saved.o_shape)), "pass the gradient of o")
+    checks.same_device(op, "do", do, "the saved k", saved.k)
     if dht is not None:
-        checks.shape(op, "dht", dht, state_shape, str(list(state_shape)), "pass the gradient of final_state")
-        checks.same_device(op, "dht", dht, "the saved v", saved.v)
+        checks.shape(op, "dht", dht, saved.state_shape, str(list(saved.state_shape)), "pass that of final_state")
+        checks.same_device(op, "dht", dht, "the saved k", saved.k)
+    if not isinstance(saved, ChunkSaved):
+        from .chunk_triton import chunk_bwd
+
+        return chunk_bwd(do, saved, dht)
+    _, rows, _, chunk, _ = saved.v.shape
+    index, length, acc = saved.packed, saved.length, saved.v.dtype
     do = do.to(acc)
     if index is not None:
         do = _spread(do[0], index, rows, length)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 CHUNK = 64  # tokens a chunk
 CHUNK_CPU = 32  # 10 to 30 % faster there than 64 (dk = dv = 32 to 64): no launches to save, fewer operations a token
+MAX_HEAD = 128  # largest head of the Triton kernels; half of it in float32: a program's tiles fill its shared memory
 L2_EPS = 1e-6  # inside the root of the q and k norm
 
 
@@ -74,12 +75,25 @@ class Masks(NamedTuple):
     leave: Tensor | None  # [NC, B, 1, C] bool
 
 
+def unfit_for_kernels(dtype: torch.dtype, dk: int, dv: int) -> str:
+    """Why the Triton kernels do not take heads of these sizes; "" when they do."""
+    most = MAX_HEAD // 2 if dtype == torch.float32 else MAX_HEAD
+    if max(dk, dv) <= most:
+        return ""
+    return f"head sizes {dk} and {dv} in {str(dtype).removeprefix('torch.')}; the kernels take up to {most}"
+
+
 def chunk_size(length: int, device: torch.device) -> int:
     """Tokens a chunk for rows of `length` tokens; the next power of two (at least 16) for rows shorter than a chunk."""
     size, most = 16, CHUNK_CPU if device.type == "cpu" else CHUNK
     while size < min(length, most):
         size *= 2
     return size
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """x, or a contiguous copy where its last dimension is strided: kernels read rows."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def to_chunks(x: Tensor, c: int) -> Tensor:

@@ -43,7 +43,7 @@ and 3.2 KB with the C = 32 of a CPU.  Everything else (convolution, norms, gates
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,9 +52,23 @@ from torch import Tensor
 from .. import checks
 from ..checks import acc_dtype
 from ..sequences import SeqIndex, check_cu_seqlens, token_positions
+from ..triton_gate import use_triton
+from .chunks import ChunkIndex, chunk_index
 from .conv import causal_conv_bwd, causal_conv_fwd
 from .core import CoreSaved, core_bwd, core_fwd
-from .layout import L2_EPS, GdnDims, chunk_size, from_chunks, packed_masks, to_chunks
+from .layout import (
+    L2_EPS,
+    GdnDims,
+    chunk_size,
+    from_chunks,
+    packed_masks,
+    to_chunks,
+    unfit_for_kernels,
+    unit_stride,
+)
+
+if TYPE_CHECKING:
+    from .mixer_triton import TritonSaved
 
 
 class GdnSaved(NamedTuple):
@@ -95,7 +109,10 @@ def gdn_mixer_fwd(
     out: Tensor | None = None,
     save: bool = True,
     index: SeqIndex | None = None,
-) -> tuple[Tensor, GdnSaved | None]:
+    chunks: ChunkIndex | None = None,
+    keep: str = "lean",
+    backend: str = "auto",
+) -> tuple[Tensor, GdnSaved | TritonSaved | None]:
     """Projection row to the input of the output projection; formulas and shapes in the module docstring.
 
     Args:
@@ -105,9 +122,12 @@ def gdn_mixer_fwd(
         out: [N, nv*dv] in proj's dtype to write to (`=`), allocated if None.
         save: keep what the backward needs.
         index: `sequence_index(cu_seqlens, N)`, when the caller has it already.
+        chunks: `chunk_index(cu_seqlens, N)`, likewise; only the Triton kernels need it.
+        keep: "lean", or "all" to spend memory on a faster backward (Triton kernels only).
+        backend: "auto" takes the Triton kernels for CUDA tensors that fit them, "torch" and "triton" insist.
 
     Returns:
-        out and `GdnSaved` (None with save=False).
+        out and what the backward needs (None with save=False): `GdnSaved`, or `TritonSaved` of the Triton kernels.
 
     Raises:
         ValueError: a shape or dtype that does not fit `dims`, or N not a multiple of max_seqlen.
@@ -119,8 +139,20 @@ def gdn_mixer_fwd(
     if n == 0:
         empty = proj.new_empty(0, dtype=acc_dtype(proj.dtype))
         return out, GdnSaved(proj, CoreSaved(empty, empty, empty), empty) if save else None
+    if keep not in ("lean", "all"):
+        checks.fail(op, "keep", "'lean' or 'all'", repr(keep), "leave it out for the trainer's choice")
+    positions = token_positions(op, cu_seqlens, n, index)
+    if use_triton(op, proj, backend, unfit_for_kernels(proj.dtype, dims.dk, dims.dv)):
+        from .mixer_triton import mixer_fwd
+
+        target = unit_stride(out)
+        saved = mixer_fwd(
+            unit_stride(proj), (conv_weight, A_log, dt_bias, norm_weight), target, dims=dims, positions=positions,
+            chunks=chunks or chunk_index(cu_seqlens, n), eps=eps, save=save, keep_all=keep == "all",
+        )  # fmt: skip
+        return (out if target is out else out.copy_(target)), saved
     length = max_seqlen
-    positions = token_positions(op, cu_seqlens, n, index).view(-1, length)  # [B, T]
+    positions = positions.view(-1, length)  # [B, T]
     front = _front(proj, conv_weight, A_log, dt_bias, positions, dims)
     masks = packed_masks(positions, chunk_size(length, proj.device))
     o, core = core_fwd(front.q, front.k, front.v, front.g, front.beta, None, masks)
@@ -135,7 +167,7 @@ def gdn_mixer_fwd(
 
 def gdn_mixer_bwd(
     dout: Tensor,
-    saved: GdnSaved,
+    saved: GdnSaved | TritonSaved,
     conv_weight: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
@@ -150,6 +182,7 @@ def gdn_mixer_bwd(
     dA_log: Tensor | None = None,
     ddt_bias: Tensor | None = None,
     dnorm: Tensor | None = None,
+    out: Tensor | None = None,
     accumulate: bool = False,
     index: SeqIndex | None = None,
 ) -> Tensor:
@@ -160,6 +193,8 @@ def gdn_mixer_bwd(
         saved: of the forward; its tensors are left as they are.
         dproj: [N, dims.width] in proj's dtype to write to (`=`), allocated if None; must not be `saved.proj`.
         dconv, dA_log, ddt_bias, dnorm: acc-dtype gradients, `=` or with accumulate=True `+=`; None skips one.
+        out: [N, nv*dv] in proj's dtype to write the forward's output to once more (`=`), for a caller that did not
+            keep it; None skips that.
         The others as in the forward.
 
     Returns:
@@ -168,13 +203,15 @@ def gdn_mixer_bwd(
     Raises:
         ValueError: a shape or dtype that does not fit.
     """
-    proj, core, o = saved
+    proj = saved.proj
     op = "gdn_mixer_bwd"
     _check(op, proj, conv_weight, A_log, dt_bias, norm_weight, dims, cu_seqlens, max_seqlen)
     n, length = proj.shape[0], max_seqlen
     checks.shape(op, "dout", dout, (n, dims.out_width), str([n, dims.out_width]), "pass the gradient of out")
     checks.alike(op, "dout", dout, "proj", proj)
     dproj = checks.output(op, "dproj", dproj, (n, dims.width), proj.dtype, proj)
+    if out is not None:
+        checks.output(op, "out", out, (n, dims.out_width), proj.dtype, proj)
     for name, grad, weight in (
         ("dconv", dconv, conv_weight),
         ("dA_log", dA_log, A_log),
@@ -188,9 +225,26 @@ def gdn_mixer_bwd(
             if grad is not None and not accumulate:
                 grad.zero_()
         return dproj
-    positions = token_positions(op, cu_seqlens, n, index).view(-1, length)  # [B, T]
+    positions = token_positions(op, cu_seqlens, n, index)
+    if not isinstance(saved, GdnSaved):
+        from .mixer_triton import mixer_bwd
+
+        weights = (conv_weight, A_log, dt_bias, norm_weight)
+        target = unit_stride(dproj)
+        again = None if out is None else unit_stride(out)
+        parts = mixer_bwd(unit_stride(dout), saved, weights, target, dims=dims, positions=positions, eps=eps, out=again)
+        if target is not dproj:
+            dproj.copy_(target)
+        if out is not None and again is not None and again is not out:
+            out.copy_(again)
+        for grad, part in zip((dconv, dA_log, ddt_bias, dnorm), parts, strict=True):
+            if grad is not None:
+                _write(grad, part.sum(0), accumulate)
+        return dproj
+    positions = positions.view(-1, length)  # [B, T]
     front = _front(proj, conv_weight, A_log, dt_bias, positions, dims)
     masks = packed_masks(positions, chunk_size(length, proj.device))
+    core, o = saved.core, saved.o
     acc, chunk = o.dtype, o.shape[3]
     shape = (-1, length, dims.nv, dims.dv)
 
@@ -203,6 +257,8 @@ def gdn_mixer_bwd(
     gated = dn * F.silu(z)
     if dnorm is not None:
         _write(dnorm, (gated * u_tokens).sum((0, 1, 2)), accumulate)
+    if out is not None:
+        out.view(shape).copy_(u_tokens * norm_weight * F.silu(z))
     dz = torch.ops.aten.silu_backward((u_tokens * dn).mul_(norm_weight), z)
     dproj[:, dims.z].view(shape).copy_(dz)
     du = to_chunks(gated.mul_(norm_weight), chunk)

@@ -1,0 +1,177 @@
+"""The kernels that the ops launch, as variants to compile ahead of time (aot.py): argument types, constexprs, warps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Variant(NamedTuple):
+    """One kernel with the types of its run-time arguments, its constexprs and its warps."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constexprs: dict[str, Any]
+    warps: int
+    stages: int = 3
+    maxnreg: int = 0  # registers a thread; 0 for as many as it likes
+    aligned: tuple[str, ...] = ()  # arguments that are multiples of 16
+
+
+def variants(arch: int) -> list[Variant]:
+    """Every variant that the ops launch on sm_<arch>, up to sizes."""
+    return head_variants() + gated_delta_variants(arch)
+
+
+def head_variants() -> list[Variant]:
+    """The head's loss and the top-k."""
+    from cortiq_kernels.ops import topk_kl_triton as kl
+    from cortiq_kernels.ops import topk_triton as top
+
+    out = []
+    modes = {"forward": kl.FORWARD.value, "ratio": kl.RATIO.value, "scaled": kl.SCALED.value}
+    cases = [("bf16", m, 64, False, False) for m in modes]
+    cases += [
+        ("bf16", "ratio", 16, False, False),
+        ("bf16", "ratio", 256, False, False),
+        ("fp16", "scaled", 64, False, False),
+    ]
+    cases += [
+        ("fp32", "ratio", 64, False, False),
+        ("bf16", "ratio", 64, True, False),
+        ("bf16", "scaled", 64, True, True),
+    ]
+    for z, mode, k_pad, cap, tail in cases:
+        out.append(
+            Variant(
+                f"head_kl {z} {mode} k{k_pad}" + (" softcap" if cap else "") + (" tail" if tail else ""),
+                kl.head_kl_kernel,
+                {
+                    "z_ptr": "*" + z, "ids_ptr": "*i32", "probs_ptr": "*fp32", "weight_ptr": "*fp32",
+                    "scale_ptr": "*fp64", "loss_ptr": "*fp32", "ratio_ptr": "*fp32", "vocab": "i32", "k": "i32",
+                    "z_stride": "i32", "ids_stride": "i32", "probs_stride": "i32", "inv_temperature": "fp32",
+                    "softcap": "fp32",
+                },
+                {"MODE": modes[mode], "SOFTCAP": cap, "TAIL": tail, "K_PAD": k_pad, "BLOCK": kl.BLOCK},
+                kl.WARPS,
+            )
+        )  # fmt: skip
+    for z, bits in (("bf16", 16), ("fp32", 32)):
+        types = {"z_ptr": "*" + z, "tile_ptr": "*fp32", "lse_ptr": "*fp32", "mass_ptr": "*fp32"}
+        types |= {"vocab": "i32", "z_stride": "i32"}
+        shape = {"WITH_LSE": True, "TILES": 1024, "TILE": top.TILE}
+        group, warps = top.SWEEP
+        out.append(Variant(f"topk sweep {z}", top.sweep_kernel, types, shape | {"GROUP": group}, warps))
+        group, warps = top.SELECT
+        for sort in (128, 512):
+            types = {
+                "z_ptr": "*" + z, "ids_ptr": "*i32", "probs_ptr": "*fp32", "lse_ptr": "*fp32", "mass_ptr": "*fp32",
+                "tile_ptr": "*fp32", "list_ptr": "*i32", "found_ptr": "*i32", "vocab": "i32", "k": "i32",
+                "z_stride": "i32",
+            }  # fmt: skip
+            made = {"BITS": bits, "WITH_LSE": True, "TILES": 1024, "SORT": sort, "TILE": top.TILE, "GROUP": group}
+            out.append(Variant(f"topk select {z} sort {sort}", top.select_kernel, types, made, warps))
+    return out
+
+
+# (working dtype, key heads, value heads a key head, key size, value size)
+_HEADS = [
+    ("bf16", 16, 1, 128, 128),
+    ("bf16", 16, 2, 128, 128),
+    ("fp16", 16, 2, 128, 128),
+    ("bf16", 4, 3, 64, 64),
+    ("bf16", 2, 2, 64, 128),
+    ("bf16", 2, 2, 100, 60),
+    ("bf16", 2, 2, 16, 32),
+    ("fp32", 2, 2, 64, 64),
+    ("fp32", 2, 1, 32, 24),
+]
+
+
+def gated_delta_variants(arch: int) -> list[Variant]:
+    """The gated delta rule and its mixer."""
+    from cortiq_kernels.ops import configs
+    from cortiq_kernels.ops.gated_delta import bwd_triton, conv_triton, fwd_triton, gates_triton, triton_run, wy_triton
+
+    out = []
+    for dtype, hk, group, dk, dv in _HEADS:
+        kpad, vpad = triton_run.padded(dk), triton_run.padded(dv)
+        hv, size = hk * group, max(kpad, vpad)
+        heads = {"HV": hv, "GROUP": group, "DK": dk, "DV": dv}
+        mixer = dk == dv
+        chosen: list[tuple[Any, str, dict[str, Any]]] = [
+            (
+                wy_triton.wy_kernel,
+                "wy",
+                {"HK": hk, "GROUP": group, "DK": dk, "KPAD": kpad, "RAW": mixer, "TINY": 1e-30},
+            ),
+            (
+                fwd_triton.state_kernel,
+                "state",
+                {**heads, "KPAD": kpad, "HAS_H0": not mixer, "HAS_HT": not mixer, "STORE_H": True},
+            ),
+            (fwd_triton.output_kernel, "output", {**heads, "KPAD": kpad, "VPAD": vpad, "NORM": mixer}),
+            (
+                bwd_triton.local_kernel,
+                "local",
+                {**heads, "KPAD": kpad, "NORM": mixer, "WRITE_OUT": mixer},
+            ),
+            (
+                bwd_triton.dstate_kernel,
+                "dstate",
+                {**heads, "KPAD": kpad, "HAS_DHT": not mixer, "HAS_DH0": not mixer},
+            ),
+            (
+                bwd_triton.input_kernel,
+                "input",
+                {"HK": hk, "GROUP": group, "DK": dk, "DV": dv, "VPAD": vpad},
+            ),
+        ]
+        if mixer:
+            span = {"HEADS": 2 * hk + hv, "D": dk, "PAD": kpad, "W": 4}
+            chosen += [
+                (conv_triton.conv_kernel, "conv", span),
+                (conv_triton.conv_bwd_kernel, "conv_bwd", span),
+            ]
+        blocks = -(-dk // configs.launch("gated_delta", size, "input", arch)["BK"])
+        gate_shape = {"HV": hv, "PAD": triton_run.padded(hv), "BLOCKS": blocks, "RAW": mixer}
+        chosen.append((gates_triton.gates_bwd_kernel, "gates_bwd", gate_shape))
+        for kernel, name, constexprs in chosen:
+            launch = dict(configs.launch("gated_delta", size, name, arch))
+            warps, stages, most = launch.pop("num_warps"), launch.pop("num_stages"), launch.pop("maxnreg", 0)
+            types = _types(kernel, dtype, constexprs | launch)
+            aligned = tuple(
+                n for n, t in types.items() if t[0] == "*" or "stride" in n or n.endswith(("_head", "_apart"))
+            )
+            label = f"gdn {name} {dtype} {hk}/{hv} {dk}x{dv}"
+            out.append(Variant(label, kernel, types, constexprs | launch, warps, stages, most, aligned))
+    return out
+
+
+_F32 = {
+    "a_log_ptr",
+    "beta_ptr",
+    "dbeta_ptr",
+    "dg_ptr",
+    "dgs_ptr",
+    "dh0_ptr",
+    "dht_ptr",
+    "dnorm_ptr",
+    "dt_ptr",
+    "dw_ptr",
+}
+_F32 |= {"g_ptr", "h0_ptr", "ht_ptr", "norm_ptr", "part_ptr", "w_ptr"}
+_INT = {"table_ptr": "*i32", "cu_ptr": "*i32", "offsets_ptr": "*i32", "pos_ptr": "*i64"}
+
+
+def _types(kernel: Any, dtype: str, constexprs: dict[str, Any]) -> dict[str, str]:
+    """Types of a kernel's run-time arguments, by their names."""
+    types = {}
+    for name in kernel.arg_names:
+        if name in constexprs:
+            continue
+        if name.endswith("_ptr"):
+            types[name] = _INT.get(name) or ("*fp32" if name in _F32 else "*" + dtype)
+        else:
+            types[name] = "fp32" if name in ("scale", "eps") else "i32"
+    return types

@@ -1,0 +1,372 @@
+"""Backward of the gated delta rule on Triton.
+
+With S, V', R as in fwd_triton.py, and dS the gradient of the state that leaves the chunk:
+
+    P = scale tril(exp(G_i - G_j) q k^T)
+    dV' = P^T do + exp(G_C - G) k dS       Y = T^T dV'                  Y: gradient of beta R
+    dS <- exp(G_C) dS + scale q^T (exp(G) do) - k^T (exp(G) beta Y)
+
+The gradient of L = T^-1 - I needs no product with T: V' solves (I + L) V' = beta R, so dL = -Y V'^T below the diagonal.
+Then, with decay D_ij = exp(G_i - G_j) for i >= j, dP' = scale D o do V'^T and Z = D o dL:
+
+    dv    = beta Y
+    dq    = scale exp(G) do S^T + dP' k
+    dk_r  = beta (Z k - exp(G) Y S^T)                                   where k reads the state
+    dk_w  = exp(G_C - G) V' dS^T + dP'^T q + (beta Z)^T k               where k writes it
+    dk    = dk_r + dk_w
+    beta dbeta = Y.V'
+    dG    = q.dq + k.dk_r - k.dk_w ;  the chunk's last row: + sum k.(exp(G_C - G) V' dS^T) + exp(G_C) <S, dS>
+    dg    = sum of dG from the row to the chunk's end                   gates_triton.py
+
+dG is that short because a decay sum only ever scales what a row reads (exp(G)) or writes (exp(-G)); dbeta because what
+beta does inside T cancels against half of what it does to R.
+
+    local_kernel   all chunks side by side: P^T do, and before it the gated norm's backward, for which o is made again
+    dstate_kernel  chunks from last to first: dS, Y
+    input_kernel   all chunks side by side: dq, dk, dG, beta dbeta; a group's value heads are summed in float32
+
+Every transposed product is a product of its own: transposing a result of the matrix units into
+another product is miscompiled by Triton before 3.7.1.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .fwd_triton import scores
+from .triton_tiles import chunk_at, load_decay, load_rows, load_state, store_rows, store_state
+
+
+@triton.jit
+def _gated(z_ptr, norm_ptr, dout_ptr, tok, r, mask, z_stride, dout_stride, D: tl.constexpr, PAD: tl.constexpr):
+    """Gradient of the normalised o, [C, PAD]: dout SiLU(z) norm_weight."""
+    col = tl.arange(0, PAD)
+    w = tl.load(norm_ptr + col, mask=col < D, other=0)[None, :]
+    z = load_rows(z_ptr, tok, r, mask, z_stride, D, PAD).to(tl.float32)
+    dn = load_rows(dout_ptr, tok, r, mask, dout_stride, D, PAD).to(tl.float32)
+    return dn * z * tl.sigmoid(z) * w
+
+
+@triton.jit
+def _norm_bwd(
+    u, z_ptr, norm_ptr, dout_ptr, dz_ptr, out_ptr, dnorm_ptr, tok, r, mask, z_stride, dout_stride, dz_stride,
+    out_stride, D: tl.constexpr, PAD: tl.constexpr, WRITE_OUT: tl.constexpr,
+):  # fmt: skip
+    """From the normalised o, u [C, PAD]: dz, the output, the chunk's part of dnorm; returns sum u du of each row."""
+    col = tl.arange(0, PAD)
+    w = tl.load(norm_ptr + col, mask=col < D, other=0)[None, :]
+    z = load_rows(z_ptr, tok, r, mask, z_stride, D, PAD).to(tl.float32)
+    sig = tl.sigmoid(z)
+    if WRITE_OUT:
+        store_rows(out_ptr, u * w * z * sig, tok, r, mask, out_stride, D, PAD)
+    u *= load_rows(dout_ptr, tok, r, mask, dout_stride, D, PAD)
+    store_rows(dz_ptr, u * w * sig * (1 + z * (1 - sig)), tok, r, mask, dz_stride, D, PAD)
+    u *= z * sig
+    tl.store(dnorm_ptr + col, tl.sum(u, 0), mask=col < D)
+    return tl.sum(u * w, 1)
+
+
+@triton.jit(do_not_specialize=["n"])
+def local_kernel(
+    q_ptr,  # [N, HK, DK]
+    k_ptr,  # [N, HK, DK]
+    vn_ptr,  # [HV, N, DV] V'
+    g_ptr,  # [HV, N] f32
+    h_ptr,  # [cap, HV, DK, DV], NORM only
+    z_ptr,  # [N, HV, DV], NORM only
+    norm_ptr,  # [DV] f32, NORM only
+    dout_ptr,  # [N, HV, DV]: gradient of o, or with NORM of out
+    table_ptr,  # [cap, 2] int32
+    do_ptr,  # [HV, N, DV] gradient of o out
+    dvl_ptr,  # [HV, N, DV] P^T do out
+    dz_ptr,  # [N, HV, DV] out, NORM only
+    out_ptr,  # [N, HV, DV] out, WRITE_OUT only: the mixer's output again
+    dnorm_ptr,  # [cap, HV, DV] f32 out, NORM only: the chunk's part of dnorm
+    n,
+    scale,
+    eps,
+    q_stride,
+    q_head,
+    k_stride,
+    k_head,
+    z_stride,
+    dout_stride,
+    dout_head,
+    dz_stride,
+    out_stride,
+    HV: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    KPAD: tl.constexpr,
+    BV: tl.constexpr,  # value channels at a time: all of them, or half of a padded DV
+    NORM: tl.constexpr,
+    WRITE_OUT: tl.constexpr,
+):
+    """One program a chunk and value head."""
+    C: tl.constexpr = 64
+    TWO: tl.constexpr = DV > BV
+    i, h = tl.program_id(0) // HV, tl.program_id(0) % HV
+    tok, rows = chunk_at(table_ptr, i)
+    col = tl.arange(0, BV)
+    wide_i, wide_h = i.to(tl.int64), h.to(tl.int64)
+    if rows == 0:
+        if NORM:
+            at = dnorm_ptr + (wide_i * HV + h) * DV + col
+            tl.store(at, tl.zeros([BV], tl.float32), mask=col < DV)
+            if TWO:
+                tl.store(at + BV, tl.zeros([BV], tl.float32), mask=col < DV - BV)
+        return
+    r = tl.arange(0, C)
+    mask = r < rows
+    heads = wide_h * n * DV
+    q = load_rows(q_ptr + (h // GROUP).to(tl.int64) * q_head, tok, r, mask, q_stride, DK, KPAD)
+    k = load_rows(k_ptr + (h // GROUP).to(tl.int64) * k_head, tok, r, mask, k_stride, DK, KPAD)
+    g = load_decay(g_ptr + wide_h * n, tok, r, mask, tok + rows - 1)
+    dt = k.dtype
+    dout_ptr += wide_h * dout_head
+    if NORM:
+        # Value channels in two halves: tiles of all of them take twice the registers, and half the programs an SM.
+        state = h_ptr + (wide_i * HV + h) * DK * DV
+        p = scores(q, k, g, scale, False).to(dt)
+        ga = (tl.exp2(g) * scale)[:, None]
+        oa = tl.dot(q, load_state(state, DK, DV, 0, KPAD, 0, BV), input_precision="ieee") * ga
+        oa += tl.dot(p, load_rows(vn_ptr + heads, tok, r, mask, DV, DV, BV), input_precision="ieee")
+        square = tl.sum(oa * oa, 1)
+        if TWO:
+            ob = tl.dot(q, load_state(state, DK, DV, 0, KPAD, BV, BV), input_precision="ieee") * ga
+            ob += tl.dot(p, load_rows(vn_ptr + heads + BV, tok, r, mask, DV, DV - BV, BV), input_precision="ieee")
+            square += tl.sum(ob * ob, 1)
+        rstd = tl.rsqrt(square / DV + eps)
+        z_ptr += h * DV
+        dz_ptr += h * DV
+        out_ptr += h * DV
+        dnorm_ptr += (wide_i * HV + h) * DV
+        # z and dout are read twice: what would be kept of them between the two takes more registers than there are.
+        mean = _norm_bwd(
+            oa * rstd[:, None], z_ptr, norm_ptr, dout_ptr, dz_ptr, out_ptr, dnorm_ptr, tok, r, mask, z_stride,
+            dout_stride, dz_stride, out_stride, DV, BV, WRITE_OUT,
+        )  # fmt: skip
+        if TWO:
+            mean += _norm_bwd(
+                ob * rstd[:, None], z_ptr + BV, norm_ptr + BV, dout_ptr + BV, dz_ptr + BV, out_ptr + BV, dnorm_ptr + BV,
+                tok, r, mask, z_stride, dout_stride, dz_stride, out_stride, DV - BV, BV, WRITE_OUT,
+            )  # fmt: skip
+        mean = (mean * rstd / DV)[:, None]
+        pt = scores(q, k, g, scale, True).to(dt)
+        du = _gated(z_ptr, norm_ptr, dout_ptr, tok, r, mask, z_stride, dout_stride, DV, BV)
+        do = ((du - oa * mean) * rstd[:, None]).to(dt)
+        store_rows(do_ptr + heads, do, tok, r, mask, DV, DV, BV)
+        store_rows(dvl_ptr + heads, tl.dot(pt, do, input_precision="ieee"), tok, r, mask, DV, DV, BV)
+        if TWO:
+            du = _gated(
+                z_ptr + BV, norm_ptr + BV, dout_ptr + BV, tok, r, mask, z_stride, dout_stride, DV - BV, BV
+            )  # fmt: skip
+            do = ((du - ob * mean) * rstd[:, None]).to(dt)
+            store_rows(do_ptr + heads + BV, do, tok, r, mask, DV, DV - BV, BV)
+            x = tl.dot(pt, do, input_precision="ieee")
+            store_rows(dvl_ptr + heads + BV, x, tok, r, mask, DV, DV - BV, BV)
+    else:
+        pt = scores(q, k, g, scale, True).to(dt)
+        for v0 in tl.static_range(0, DV, BV):
+            do = load_rows(dout_ptr + v0, tok, r, mask, dout_stride, DV - v0, BV).to(dt)
+            store_rows(do_ptr + heads + v0, do, tok, r, mask, DV, DV - v0, BV)
+            x = tl.dot(pt, do, input_precision="ieee")
+            store_rows(dvl_ptr + heads + v0, x, tok, r, mask, DV, DV - v0, BV)
+
+
+@triton.jit(do_not_specialize=["n"])
+def dstate_kernel(
+    q_ptr,  # [N, HK, DK]
+    k_ptr,  # [N, HK, DK]
+    t_ptr,  # [HV, N, C]
+    g_ptr,  # [HV, N] f32
+    beta_ptr,  # [HV, N] f32
+    do_ptr,  # [HV, N, DV] gradient of o
+    dvl_ptr,  # [HV, N, DV] P^T do
+    cu_ptr,  # [S+1] int32
+    offsets_ptr,  # [S+1] int32
+    dht_ptr,  # [S, HV, DK, DV] f32, HAS_DHT only
+    dh_ptr,  # [cap, HV, DK, DV] out: gradient of the state that leaves each chunk
+    y_ptr,  # [HV, N, DV] out: Y
+    dh0_ptr,  # [S, HV, DK, DV] f32 out, HAS_DH0 only
+    n,
+    scale,
+    q_stride,
+    q_head,
+    k_stride,
+    k_head,
+    HV: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    KPAD: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    HAS_DH0: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program a sequence, value head and BV value channels, from its last chunk to its first."""
+    C: tl.constexpr = 64
+    BLOCKS: tl.constexpr = (DV + BV - 1) // BV
+    p = tl.program_id(0)
+    v0, h, s = (p % BLOCKS) * BV, (p // BLOCKS) % HV, p // (BLOCKS * HV)
+    start, end = tl.load(cu_ptr + s).to(tl.int64), tl.load(cu_ptr + s + 1).to(tl.int64)
+    first, last = tl.load(offsets_ptr + s), tl.load(offsets_ptr + s + 1)
+    wide_h = h.to(tl.int64)
+    at_state = (s.to(tl.int64) * HV + h) * DK * DV
+    if HAS_DHT:
+        dstate = load_state(dht_ptr + at_state, DK, DV, 0, KPAD, v0, BV).to(tl.float32)
+    else:
+        dstate = tl.zeros([KPAD, BV], tl.float32)
+    q_ptr += (h // GROUP).to(tl.int64) * q_head
+    k_ptr += (h // GROUP).to(tl.int64) * k_head
+    do_ptr += wide_h * n * DV + v0
+    dvl_ptr += wide_h * n * DV + v0
+    y_ptr += wide_h * n * DV + v0
+    t_ptr += wide_h * n * C
+    g_ptr += wide_h * n
+    beta_ptr += wide_h * n
+    VW: tl.constexpr = DV if BLOCKS == 1 else BV
+    dt = k_ptr.dtype.element_ty
+    r = tl.arange(0, C)
+    for step in tl.range(0, last - first, num_stages=STAGES):
+        c = last - 1 - step
+        tok = start + (c - first).to(tl.int64) * C
+        mask = r < end - tok
+        q = load_rows(q_ptr, tok, r, mask, q_stride, DK, KPAD)
+        k = load_rows(k_ptr, tok, r, mask, k_stride, DK, KPAD)
+        t = load_rows(t_ptr, tok, r, mask, C, C, C)
+        do = load_rows(do_ptr, tok, r, mask, DV, VW, BV)
+        dvl = load_rows(dvl_ptr, tok, r, mask, DV, VW, BV)
+        final = tl.minimum(tok + C, end) - 1
+        g, g_last = load_decay(g_ptr, tok, r, mask, final), tl.load(g_ptr + final)
+        beta = tl.load(beta_ptr + tok + r, mask=mask, other=0)
+        low = dstate.to(dt)
+        store_state(dh_ptr + (c.to(tl.int64) * HV + h) * DK * DV, low, DK, DV, 0, KPAD, v0, BV)
+        tail = tl.exp2(g_last - g)
+        dvn = tl.dot(k, low, input_precision="ieee") * tail[:, None] + dvl
+        y = tl.dot(tl.trans(t), dvn.to(dt), input_precision="ieee")
+        store_rows(y_ptr, y, tok, r, mask, DV, VW, BV)
+        ga = tl.exp2(g)
+        dstate = dstate * tl.exp2(g_last)
+        dstate += tl.dot(tl.trans(q), (do * (ga * scale)[:, None]).to(dt), input_precision="ieee")
+        dstate -= tl.dot(tl.trans(k), (y * (ga * beta)[:, None]).to(dt), input_precision="ieee")
+    if HAS_DH0:
+        store_state(dh0_ptr + at_state, dstate, DK, DV, 0, KPAD, v0, BV)
+
+
+@triton.jit
+def _masked(s, g, seen, factor):
+    """s exp2(G_i - G_j) factor where `seen`, else 0."""
+    return tl.where(seen, s * tl.exp2(tl.where(seen, g[:, None] - g[None, :], 0.0)) * factor, 0.0)
+
+
+@triton.jit(do_not_specialize=["n"])
+def input_kernel(
+    q_ptr,  # [N, HK, DK]
+    k_ptr,  # [N, HK, DK]
+    vn_ptr,  # [HV, N, DV]
+    g_ptr,  # [HV, N] f32
+    beta_ptr,  # [HV, N] f32
+    h_ptr,  # [cap, HV, DK, DV]
+    dh_ptr,  # [cap, HV, DK, DV]
+    do_ptr,  # [HV, N, DV]
+    y_ptr,  # [HV, N, DV]
+    table_ptr,  # [cap, 2] int32
+    dq_ptr,  # [N, HK, DK] out
+    dk_ptr,  # [N, HK, DK] out
+    dg_ptr,  # [BLOCKS, HV, N] f32 out: dG, a part for each BK key channels
+    dbeta_ptr,  # [HV, N] f32 out: beta dbeta
+    n,
+    scale,
+    q_stride,
+    q_head,
+    k_stride,
+    k_head,
+    dq_stride,
+    dq_head,
+    HK: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BK: tl.constexpr,
+    VPAD: tl.constexpr,
+):
+    """One program a chunk, key head and BK key channels; loops over the head's GROUP value heads."""
+    C: tl.constexpr = 64
+    BLOCKS: tl.constexpr = (DK + BK - 1) // BK
+    HV: tl.constexpr = HK * GROUP
+    p = tl.program_id(0)
+    block, hk, i = p % BLOCKS, (p // BLOCKS) % HK, p // (BLOCKS * HK)
+    tok, rows = chunk_at(table_ptr, i)
+    if rows == 0:
+        return
+    k0 = block * BK
+    KW: tl.constexpr = DK if BLOCKS == 1 else BK
+    r = tl.arange(0, C)
+    mask = r < rows
+    i_, j_ = r[:, None], r[None, :]
+    q_ptr += hk.to(tl.int64) * q_head + k0
+    k_ptr += hk.to(tl.int64) * k_head + k0
+    dt = k_ptr.dtype.element_ty
+    dq = tl.zeros([C, BK], tl.float32)
+    dk = tl.zeros([C, BK], tl.float32)
+    diagonal = tl.zeros([C], tl.float32)
+    for j in range(GROUP):
+        # In phases, each with as few tiles as it can do with: registers decide how many programs an SM holds, and only
+        # other programs hide the loads of this one. So q and k are read again (from a cache) in each.
+        h = hk * GROUP + j
+        wide_h = h.to(tl.int64)
+        heads = wide_h * n * DV
+        at = (i.to(tl.int64) * HV + h) * DK * DV
+        final = tok + rows - 1
+        g = load_decay(g_ptr + wide_h * n, tok, r, mask, final)
+        g_last = tl.load(g_ptr + wide_h * n + final)
+        beta = tl.load(beta_ptr + wide_h * n + tok + r, mask=mask, other=0)
+        y = load_rows(y_ptr + heads, tok, r, mask, DV, DV, VPAD)
+        vn = load_rows(vn_ptr + heads, tok, r, mask, DV, DV, VPAD)
+        state = load_state(h_ptr + at, DK, DV, k0, BK, 0, VPAD)
+
+        # k as it reads the state
+        k = load_rows(k_ptr, tok, r, mask, k_stride, KW, BK)
+        s = tl.dot(y, tl.trans(vn), input_precision="ieee")
+        if block == 0:
+            tl.store(dbeta_ptr + wide_h * n + tok + r, tl.sum(tl.where(i_ == j_, s, 0.0), 1), mask=mask)
+        x = tl.dot(y, tl.trans(state), input_precision="ieee") * -tl.exp2(g)[:, None]
+        x = tl.dot(_masked(s, g, i_ > j_, -1.0).to(dt), k, x, input_precision="ieee") * beta[:, None]
+        dk += x
+        dg = tl.sum(k * x, 1)
+
+        # q. The diagonal of do V'^T, where the decay is 1, is no part of dG: it would drown the rest there under strong
+        # decay.
+        do = load_rows(do_ptr + heads, tok, r, mask, DV, DV, VPAD)
+        s = tl.dot(do, tl.trans(vn), input_precision="ieee") * scale
+        diagonal += tl.sum(tl.where(i_ == j_, s, 0.0), 1)
+        x = tl.dot(do, tl.trans(state), input_precision="ieee") * (tl.exp2(g) * scale)[:, None]
+        dstate = load_state(dh_ptr + at, DK, DV, k0, BK, 0, VPAD)
+        dg_last = tl.sum(state.to(tl.float32) * dstate.to(tl.float32)) * tl.exp2(g_last)
+        x = tl.dot(_masked(s, g, i_ > j_, 1.0).to(dt), k, x, input_precision="ieee")
+        dq += x
+        q = load_rows(q_ptr, tok, r, mask, q_stride, KW, BK)
+        dg += tl.sum(q * x, 1)
+
+        # k as it writes the state: for the chunk's later rows, and for what comes after the chunk
+        s = tl.dot(vn, tl.trans(do), input_precision="ieee")
+        x = tl.dot(_masked(s, -g, i_ < j_, scale).to(dt), q, input_precision="ieee")
+        s = tl.dot(vn, tl.trans(y), input_precision="ieee")
+        x = tl.dot(_masked(s, -g, i_ < j_, -beta[None, :]).to(dt), k, x, input_precision="ieee")
+        dk += x
+        k = load_rows(k_ptr, tok, r, mask, k_stride, KW, BK)
+        dg -= tl.sum(k * x, 1)
+        x = tl.dot(vn, tl.trans(dstate), input_precision="ieee") * tl.exp2(g_last - g)[:, None]
+        dk += x
+        leave = tl.where(r < rows - 1, tl.sum(k * x, 1), 0.0)  # the last row's would cancel itself
+        dg += tl.where(r == rows - 1, dg_last + tl.sum(leave), -leave)
+        tl.store(dg_ptr + (block * HV + h).to(tl.int64) * n + tok + r, dg, mask=mask)
+    q = load_rows(q_ptr, tok, r, mask, q_stride, KW, BK)
+    k = load_rows(k_ptr, tok, r, mask, k_stride, KW, BK)
+    out = hk.to(tl.int64) * dq_head + k0
+    store_rows(dq_ptr + out, dq + k * diagonal[:, None], tok, r, mask, dq_stride, KW, BK)
+    store_rows(dk_ptr + out, dk + q * diagonal[:, None], tok, r, mask, dq_stride, KW, BK)

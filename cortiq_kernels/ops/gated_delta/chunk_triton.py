@@ -1,0 +1,96 @@
+"""The op `chunk_gated_delta_rule` on Triton. Formulas and shapes in chunk.py, checked there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import triton_run as run
+from .chunks import chunk_index
+from .layout import unit_stride
+
+
+class TritonChunkSaved(NamedTuple):
+    """What the Triton forward keeps: its inputs (views, no copies where they allow it), T, decay sums and states."""
+
+    rule: run.Rule
+    source: run.Gates
+    h: Tensor  # [cap, HV, DK, DV]
+    vn: Tensor  # [HV, N, DV]
+    shape: tuple[int, ...]  # of v
+    dtypes: tuple[torch.dtype, ...]  # of q, k, v, g, beta
+    has_state: bool
+
+    @property
+    def k(self) -> Tensor:
+        return self.rule.k
+
+    @property
+    def o_shape(self) -> tuple[int, ...]:
+        """[B, T, HV, DV]"""
+        return self.shape
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """[S, HV, DK, DV]"""
+        return (self.rule.chunks.sequences, *self.h.shape[1:])
+
+
+def rows(x: Tensor) -> Tensor:
+    """[B, T, ...] -> [B*T, ...] with unit last stride; a copy only where strides do not allow a view."""
+    return unit_stride(x.reshape(-1, *x.shape[2:]))
+
+
+def chunk_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    h0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    final: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor | None, TritonChunkSaved | None]:
+    """o, the final state in f32, and what the backward needs."""
+    dtypes = tuple(x.dtype for x in (q, k, v, g, beta))
+    batch, length = q.shape[:2]
+    if cu_seqlens is None:
+        step = max(length, 1)
+        cu_seqlens = torch.arange(0, batch * step + 1, step, dtype=torch.int32, device=q.device)
+        cu_seqlens = cu_seqlens if length else torch.zeros_like(cu_seqlens)
+    chunks = chunk_index(cu_seqlens, batch * length)
+    q_rows, k_rows, v_rows = (rows(x.to(v.dtype)) for x in (q, k, v))
+    g_rows, beta_rows = (rows(x.float()).contiguous() for x in (g, beta))
+    h0 = None if h0 is None else h0.float().contiguous()
+    source = run.Gates(g_rows, beta_rows)
+    rule = run.prepare(q_rows, k_rows, v_rows, source, chunks, scale)
+    h, vn, ht = run.states(rule, v_rows, h0, final=final)
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    run.outputs(rule, h, vn, o.view(batch * length, -1), None)
+    saved = TritonChunkSaved(rule, source, h, vn, tuple(v.shape), dtypes, h0 is not None) if save else None
+    return o, ht, saved
+
+
+def chunk_bwd(
+    do: Tensor, saved: TritonChunkSaved, dht: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv, dg, dbeta in the shapes and dtypes of the inputs, and dh0 in f32."""
+    rule, (batch, length, hv, dv_size) = saved.rule, saved.shape
+    n, hk, dk_size = rule.q.shape
+    made = run.local(rule, saved.h, saved.vn, rows(do.to(rule.q.dtype)), None, None, None)
+    dht = None if dht is None else dht.float().contiguous()
+    dh, dh0 = run.dstates(rule, made, dht, want_dh0=saved.has_state)
+    dq, dk = (torch.empty(n, hk, dk_size, dtype=rule.q.dtype, device=do.device) for _ in range(2))
+    parts = run.input_grads(rule, saved.h, saved.vn, dh, made, dq, dk)
+    dv = (made.y * rule.beta[:, :, None]).transpose(0, 1)  # [N, HV, DV]
+    dg, dbeta = (torch.empty(n, hv, dtype=torch.float32, device=do.device) for _ in range(2))
+    run.gate_grads(rule, parts, saved.source, dg, dbeta)
+    grads = (dq, dk, dv, dg, dbeta)
+    sizes = ((hk, dk_size), (hk, dk_size), (hv, dv_size), (hv,), (hv,))
+    out = [x.reshape(batch, length, *s).to(t) for x, s, t in zip(grads, sizes, saved.dtypes, strict=True)]
+    return out[0], out[1], out[2], out[3], out[4], dh0

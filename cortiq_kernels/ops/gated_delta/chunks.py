@@ -1,0 +1,54 @@
+"""Packed sequences as a list of chunks, made on the device.
+
+Sequence s of length l_s is cut at its own start into ceil(l_s / CHUNK) chunks; an empty one has none.
+
+| tensor | shape | dtype | |
+|---|---|---|---|
+| table | [cap, 2] | int32 | first token and rows (1 .. CHUNK) of each chunk, in order; rows 0 past the last |
+| offsets | [S+1] | int32 | chunks before each sequence; the last entry is their number |
+
+cap = floor(N / CHUNK) + S bounds the number of chunks for any lengths, so that the host never reads one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .layout import CHUNK
+
+
+class ChunkIndex(NamedTuple):
+    """See the module docstring."""
+
+    table: Tensor  # [cap, 2] int32
+    offsets: Tensor  # [S+1] int32
+    cu_seqlens: Tensor  # [S+1] int32
+
+    @property
+    def capacity(self) -> int:
+        return self.table.shape[0]
+
+    @property
+    def sequences(self) -> int:
+        return self.offsets.shape[0] - 1
+
+
+def chunk_index(cu_seqlens: Tensor, n: int) -> ChunkIndex:
+    """Chunks of the `n` tokens that `cu_seqlens` [S+1] divides; fresh tensors on its device, no synchronisation."""
+    cu = cu_seqlens.to(torch.int32).contiguous()
+    s = cu.numel() - 1
+    counts = (cu.diff() + (CHUNK - 1)).div(CHUNK, rounding_mode="floor")
+    offsets = torch.zeros_like(cu)
+    torch.cumsum(counts, 0, dtype=torch.int32, out=offsets[1:])
+    cap = n // CHUNK + s
+    i = torch.arange(cap, dtype=torch.int32, device=cu.device)
+    seq = torch.searchsorted(offsets[1:], i, right=True).clamp_(max=max(s - 1, 0))  # [cap] skips empty sequences
+    table = torch.zeros(cap, 2, dtype=torch.int32, device=cu.device)
+    if cap:
+        torch.add(cu[seq], (i - offsets[seq]) * CHUNK, out=table[:, 0])
+        rows = (cu[seq + 1] - table[:, 0]).clamp_(0, CHUNK)
+        torch.where(i < offsets[-1], rows, rows.new_zeros(()), out=table[:, 1])
+    return ChunkIndex(table, offsets, cu)

@@ -1,0 +1,266 @@
+"""Launches of the gated delta rule's kernels, shared by the op of its own (chunk_triton.py) and the mixer's
+(mixer_triton.py). Shapes are checked by the callers.
+
+Tokens are one packed row of N; q, k [N, HK, DK] and v [N, HV, DV] are views with unit last stride and any others.
+What is made for one kernel by another lies head by head, [HV, N, .], so that a chunk's tile is one piece of memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import configs
+from . import bwd_triton as bwd
+from . import conv_triton as conv
+from . import fwd_triton as fwd
+from . import gates_triton as gates
+from . import wy_triton as wy
+from .chunks import ChunkIndex
+from .layout import CHUNK, GdnDims
+
+
+class Rule(NamedTuple):
+    """Inputs of the recurrence, and what `prepare` makes of them."""
+
+    q: Tensor  # [N, HK, DK]
+    k: Tensor  # [N, HK, DK]
+    v_shape: tuple[int, int, int]  # N, HV, DV
+    t: Tensor  # [HV, N, CHUNK] working dtype
+    g: Tensor  # [HV, N] f32 decay sums within chunks, in units of log 2
+    beta: Tensor  # [HV, N] f32
+    chunks: ChunkIndex
+    scale: float
+
+    @property
+    def n(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The constexprs that most kernels share."""
+        hv, dk, dv = self.v_shape[1], self.q.shape[2], self.v_shape[2]
+        return {"HV": hv, "GROUP": hv // self.q.shape[1], "DK": dk, "DV": dv}
+
+    @property
+    def kpad(self) -> int:
+        return padded(self.q.shape[2])
+
+    @property
+    def vpad(self) -> int:
+        return padded(self.v_shape[2])
+
+    def launch(self, kernel: str) -> dict[str, int]:
+        """Launch configuration of `kernel`."""
+        return configs.launch("gated_delta", max(self.kpad, self.vpad), kernel)
+
+
+class Gates(NamedTuple):
+    """Where g and beta come from: given as they are (a_log None), or the mixer's a | b with A_log and dt_bias."""
+
+    a: Tensor  # [N, HV], unit last stride
+    b: Tensor  # [N, HV], the row stride of a
+    a_log: Tensor | None = None  # [HV] f32
+    dt: Tensor | None = None  # [HV] f32
+
+
+def padded(size: int) -> int:
+    """The tile width of a head size: the next power of two, at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, source: Gates, chunks: ChunkIndex, scale: float) -> Rule:
+    """`Rule` of these inputs: decay sums, beta and the chunk inverses."""
+    n, hk, dk = k.shape
+    hv = v.shape[1]
+    t = torch.empty(hv, n, CHUNK, dtype=k.dtype, device=k.device)
+    g, beta = (torch.empty(hv, n, dtype=torch.float32, device=k.device) for _ in range(2))
+    rule = Rule(q, k, (n, hv, v.shape[2]), t, g, beta, chunks, scale)
+    raw = source.a_log is not None
+    wy.wy_kernel[(chunks.capacity * hk,)](
+        k, source.a, source.b, source.a_log if raw else g, source.dt if raw else g, chunks.table, t, g, beta,
+        n, k.stride(0), k.stride(1), source.a.stride(0),
+        HK=hk, GROUP=hv // hk, DK=dk, KPAD=rule.kpad, RAW=raw, TINY=2.0**-14 if k.dtype == torch.float16 else 1e-30,
+        **rule.launch("wy"),
+    )  # fmt: skip
+    return rule
+
+
+def states(rule: Rule, v: Tensor, h0: Tensor | None, *, final: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(h [cap, HV, DK, DV] entering states, V' [HV, N, DV], final states [S, HV, DK, DV] f32 or None)."""
+    n, hv, dv = v.shape
+    dk, s, like = rule.q.shape[2], rule.chunks.sequences, rule.k
+    h = torch.empty(rule.chunks.capacity, hv, dk, dv, dtype=like.dtype, device=like.device)
+    vn = torch.empty(hv, n, dv, dtype=like.dtype, device=like.device)
+    ht = torch.empty(s, hv, dk, dv, dtype=torch.float32, device=like.device) if final else None
+    launch = rule.launch("state")
+    fwd.state_kernel[(s * hv * -(-dv // launch["BV"]),)](
+        rule.k, v, rule.t, rule.g, rule.beta, rule.chunks.cu_seqlens, rule.chunks.offsets,
+        rule.g if h0 is None else h0, h, vn, rule.g if ht is None else ht,
+        n, rule.k.stride(0), rule.k.stride(1), v.stride(0), v.stride(1),
+        **rule.shape, KPAD=rule.kpad, HAS_H0=h0 is not None, HAS_HT=final, STORE_H=True, **launch,
+    )  # fmt: skip
+    return h, vn, ht
+
+
+class Norm(NamedTuple):
+    """The mixer's gated norm, as the epilogue of the output and the prologue of its backward."""
+
+    z: Tensor  # [N, HV*DV], unit last stride
+    weight: Tensor  # [DV] f32
+    eps: float
+
+
+def outputs(rule: Rule, h: Tensor, vn: Tensor, out: Tensor, norm: Norm | None) -> None:
+    """o, or with `norm` the mixer's output, into out [N, HV*DV] (unit last stride)."""
+    z = out if norm is None else norm.z
+    fwd.output_kernel[(rule.chunks.capacity * rule.v_shape[1],)](
+        rule.q, rule.k, vn, rule.g, h, z, rule.g if norm is None else norm.weight, rule.chunks.table, out,
+        rule.n, rule.scale, 0.0 if norm is None else norm.eps,
+        rule.q.stride(0), rule.q.stride(1), rule.k.stride(0), rule.k.stride(1), z.stride(0), out.stride(0),
+        **rule.shape, KPAD=rule.kpad, VPAD=rule.vpad, NORM=norm is not None, **rule.launch("output"),
+    )  # fmt: skip
+
+
+class Local(NamedTuple):
+    """What `local` makes."""
+
+    do: Tensor  # [HV, N, DV] gradient of o
+    y: Tensor  # [HV, N, DV], which `dstates` writes
+    dvl: Tensor  # [HV, N, DV] P^T do
+    dnorm: Tensor | None  # [cap*HV, DV] f32 parts
+
+
+def local(
+    rule: Rule, h: Tensor, vn: Tensor, dout: Tensor, norm: Norm | None, dz: Tensor | None, out: Tensor | None
+) -> Local:
+    """P^T do; with `norm` the gated norm's backward before it: dz [N, HV*DV] `=`, parts of dnorm, and out again.
+
+    dout: [N, HV, DV], unit last stride.
+    """
+    n, hv, dv = rule.v_shape
+    like = rule.k
+    do, y, dvl = (torch.empty(hv, n, dv, dtype=like.dtype, device=like.device) for _ in range(3))
+    dnorm = None
+    if norm is not None:
+        dnorm = torch.empty(rule.chunks.capacity * hv, dv, dtype=torch.float32, device=like.device)
+    z = rule.g if norm is None else norm.z
+    again = dvl if out is None else out
+    launch = rule.launch("local")
+    assert launch["BV"] * 2 >= dv, "value channels are one or two blocks"
+    bwd.local_kernel[(rule.chunks.capacity * hv,)](
+        rule.q, rule.k, vn, rule.g, h, z, rule.g if norm is None else norm.weight, dout, rule.chunks.table,
+        do, dvl, dvl if dz is None else dz, again, rule.g if dnorm is None else dnorm,
+        n, rule.scale, 0.0 if norm is None else norm.eps,
+        rule.q.stride(0), rule.q.stride(1), rule.k.stride(0), rule.k.stride(1),
+        z.stride(0), dout.stride(0), dout.stride(1), 0 if dz is None else dz.stride(0), again.stride(0),
+        **rule.shape, KPAD=rule.kpad, NORM=norm is not None, WRITE_OUT=out is not None, **launch,
+    )  # fmt: skip
+    return Local(do, y, dvl, dnorm)
+
+
+def dstates(rule: Rule, made: Local, dht: Tensor | None, *, want_dh0: bool) -> tuple[Tensor, Tensor | None]:
+    """(dh [cap, HV, DK, DV] gradients of leaving states, dh0 [S, HV, DK, DV] f32 or None); Y into made.y."""
+    n, hv, dv = rule.v_shape
+    dk, s, like = rule.q.shape[2], rule.chunks.sequences, rule.k
+    dh = torch.empty(rule.chunks.capacity, hv, dk, dv, dtype=like.dtype, device=like.device)
+    dh0 = torch.empty(s, hv, dk, dv, dtype=torch.float32, device=like.device) if want_dh0 else None
+    launch = rule.launch("dstate")
+    bwd.dstate_kernel[(s * hv * -(-dv // launch["BV"]),)](
+        rule.q, rule.k, rule.t, rule.g, rule.beta, made.do, made.dvl, rule.chunks.cu_seqlens, rule.chunks.offsets,
+        rule.g if dht is None else dht, dh, made.y, rule.g if dh0 is None else dh0,
+        n, rule.scale,
+        rule.q.stride(0), rule.q.stride(1), rule.k.stride(0), rule.k.stride(1),
+        **rule.shape, KPAD=rule.kpad, HAS_DHT=dht is not None, HAS_DH0=want_dh0, **launch,
+    )  # fmt: skip
+    return dh, dh0
+
+
+class InputGrads(NamedTuple):
+    """What `input_grads` makes besides dq and dk."""
+
+    dg: Tensor  # [BLOCKS, HV, N] f32 dG, in parts of key channels
+    dbeta: Tensor  # [HV, N] f32 beta dbeta
+
+
+def input_grads(rule: Rule, h: Tensor, vn: Tensor, dh: Tensor, made: Local, dq: Tensor, dk: Tensor) -> InputGrads:
+    """dq, dk [N, HK, DK] (same strides) `=`; returns dG and beta dbeta."""
+    n, hk, size = rule.q.shape
+    hv = rule.v_shape[1]
+    launch = rule.launch("input")
+    blocks = -(-size // launch["BK"])
+    dg = torch.empty(blocks, hv, n, dtype=torch.float32, device=dq.device)
+    dbeta = torch.empty(hv, n, dtype=torch.float32, device=dq.device)
+    shape = {name: value for name, value in rule.shape.items() if name != "HV"}
+    bwd.input_kernel[(rule.chunks.capacity * hk * blocks,)](
+        rule.q, rule.k, vn, rule.g, rule.beta, h, dh, made.do, made.y, rule.chunks.table, dq, dk, dg, dbeta,
+        n, rule.scale,
+        rule.q.stride(0), rule.q.stride(1), rule.k.stride(0), rule.k.stride(1), dq.stride(0), dq.stride(1),
+        HK=hk, **shape, VPAD=rule.vpad, **launch,
+    )  # fmt: skip
+    return InputGrads(dg, dbeta)
+
+
+def gate_grads(rule: Rule, grads: InputGrads, source: Gates, da: Tensor, db: Tensor) -> Tensor | None:
+    """da, db [N, HV] (same strides) `=`: the gradients of `source`'s a and b. Parts [cap, 2, HV] f32 of dA_log and
+    ddt_bias where it has A_log, else None."""
+    n, hv = rule.n, rule.v_shape[1]
+    raw = source.a_log is not None
+    parts = torch.empty(rule.chunks.capacity, 2, hv, dtype=torch.float32, device=da.device) if raw else None
+    gates.gates_bwd_kernel[(rule.chunks.capacity,)](
+        grads.dg, grads.dbeta, source.a, rule.beta, source.a_log if raw else rule.g, source.dt if raw else rule.g,
+        rule.chunks.table, da, db, parts if raw else rule.g,
+        n, source.a.stride(0), da.stride(0),
+        HV=hv, PAD=padded(hv), BLOCKS=grads.dg.shape[0], RAW=raw, **rule.launch("gates_bwd"),
+    )  # fmt: skip
+    return parts
+
+
+def _spans(dims: GdnDims, values: bool) -> list[dict[str, Any]]:
+    """Launches of a convolution: all heads at once where they are alike, else key heads and value heads."""
+    keys, common = 2 * dims.nk, {"norm_heads": 2 * dims.nk, "scaled_heads": dims.nk}
+    if dims.dk == dims.dv:
+        return [{"head0": 0, "start": 0, "HEADS": keys + dims.nv * values, "D": dims.dk, **common}]
+    return [
+        {"head0": 0, "start": 0, "HEADS": keys, "D": dims.dk, **common},
+        {"head0": keys, "start": keys * dims.dk, "HEADS": dims.nv, "D": dims.dv, **common},
+    ][: 1 + values]
+
+
+def conv_forward(
+    proj: Tensor, weight: Tensor, positions: Tensor, dims: GdnDims, *, values: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q^, k^ [N, nk, dk] and v [N, nv, dv] (of no heads without `values`) of projection rows, views of one tensor."""
+    n, keys = proj.shape[0], dims.nk * dims.dk
+    wide = dims.nv * dims.dv if values else 0
+    y = torch.empty(n, 2 * keys + wide, dtype=proj.dtype, device=proj.device)
+    for span in _spans(dims, values):
+        pad = padded(span["D"])
+        launch = configs.launch("gated_delta", pad, "conv")
+        conv.conv_kernel[(-(-n // (launch["STRIPS"] * launch["STEPS"])) * span["HEADS"],)](
+            proj, weight, positions, y, n, dims.dk**-0.5, proj.stride(0), y.stride(0),
+            **span, PAD=pad, W=dims.conv, **launch,
+        )  # fmt: skip
+    q, k, v = y.split([keys, keys, wide], dim=1)
+    return q.unflatten(1, (dims.nk, dims.dk)), k.unflatten(1, (dims.nk, dims.dk)), v.view(n, -1, dims.dv)
+
+
+def conv_backward(
+    proj: Tensor, weight: Tensor, positions: Tensor, dims: GdnDims, dqk: Tensor, y: Tensor, beta: Tensor, dproj: Tensor
+) -> Tensor:
+    """The q | k | v columns of dproj `=`, from dqk [2 nk, N, dk], Y and beta; returns parts [P, C, W] of dweight."""
+    n, width = proj.shape[0], dims.conv_width
+    spans = _spans(dims, True)
+    launches = [configs.launch("gated_delta", padded(s["D"]), "conv_bwd") for s in spans]
+    parts = [-(-n // (a["STRIPS"] * a["STEPS"])) for a in launches]
+    make = torch.empty if len(set(parts)) == 1 else torch.zeros
+    dw = make(max(parts), width, dims.conv, dtype=torch.float32, device=proj.device)
+    for span, launch, count in zip(spans, launches, parts, strict=True):
+        conv.conv_bwd_kernel[(count * span["HEADS"],)](
+            proj, weight, positions, dqk, y, beta, dproj, dw, n, dims.dk**-0.5, width,
+            proj.stride(0), dproj.stride(0),
+            **span, PAD=padded(span["D"]), W=dims.conv, **launch,
+        )  # fmt: skip
+    return dw
