@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cortiq_kernels.aot_variants import Variant, variants
+from cortiq_kernels.ops.triton_cache import usable_cache
 
 ARCHS = (80, 90, 100)
 
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         why = "aot: got no triton package; expected one. Install it: pip install triton (make test does)."
         print(why, file=sys.stderr)
         return 2
+    usable_cache()
     failed = 0
     print(f"{'kernel':36}{'sm':>5}{'registers':>11}{'stack':>7}{'shared':>8}")
     for arch in args.arch:

@@ -49,6 +49,7 @@ RECIPES = {  # in the order of use
     "heal": Recipe(HealConfig, _PACKAGE + "heal:run", _PACKAGE + "heal_plan:plan_heal"),
     "score": Recipe(ScoreConfig, _PACKAGE + "score:run", _PACKAGE + "score:plan_score"),
 }
+LARGEST_LOG = 16 << 20  # bytes whose page takes well under a second
 TOOLS = {  # subcommands with a parser of their own: function and summary
     "report": ("cortiq_kernels.cli_report:main", "Make a run's page (HTML) from its log."),
     "env": ("cortiq_kernels.env:main", "What this machine offers and what the package will use."),
@@ -105,11 +106,10 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as e:  # help was printed
         return e.code if isinstance(e.code, int) else 2
     except Stopped as e:
-        return fail(f"cortiq {run.name}: stopped by {e}; {run.left()}. {run.again()}", 128 + e.number)
+        line = f"cortiq {run.name}: stopped by {e}; {run.left()}. {run.again()}"
+        return fail(line + curves(run), 128 + e.number)
     except TrainingFailed as e:
-        log = log_path(run.name, run.cfg)
-        page = page_after(log) if log is not None else None  # its curves say where it went wrong
-        return fail(str(e) + (f" Curves: {page}" if page else ""), 1)
+        return fail(str(e) + curves(run), 1)  # they say where it went wrong
     except BrokenPipeError:  # whoever read the result went away; what was to be written is written
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - or the interpreter complains when it flushes at exit
         return 1
@@ -156,7 +156,9 @@ def execute(run: Run, cfg: Any, flags: Flags) -> int:
         from cortiq_kernels import env
         from cortiq_kernels.report import results
 
-        plan["backends"] = env.backends(plan["device"], plan["dtype"])
+        models = [m for m in (plan.get("student"), plan.get("model"), *plan.get("models", {}).values()) if m]
+        heads = max((m["delta_heads"] for m in models), key=max)  # kernels that take these take smaller ones, too
+        plan["backends"] = env.backends(plan["device"], plan["dtype"], heads)
         print(json.dumps(_plain(plan), indent=2) if flags.json else results.plan_text(plan))
         return 0
     work = _load(recipe.run)
@@ -204,6 +206,18 @@ def page_after(log: Path) -> Path | None:
     except (OSError, ValueError) as e:
         fail(f"note: no page was written ({e}); cortiq report {shlex.quote(str(log))} makes it from the log", 0)
         return None
+
+
+def curves(run: Run) -> str:
+    """" Curves: PAGE" with the page of a run that ended early, now written; "" where it had not begun, and where its
+    page would take seconds.
+    """
+    log = log_path(run.name, run.cfg) if run.began else None
+    page = None
+    with contextlib.suppress(OSError, Stopped), stop_on_signals(), shielded():
+        if log is not None and log.stat().st_size <= LARGEST_LOG:
+            page = page_after(log)
+    return f" Curves: {page}" if page else ""
 
 
 def fail(text: str, status: int) -> int:

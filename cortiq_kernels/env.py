@@ -9,15 +9,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from cortiq_kernels.arguments import Parser
 
 OPS = (
-    "add_rms_norm", "gdn_mixer", "attention_mixer", "swiglu_mlp", "linear", "head_topk_kl", "topk_softmax", "embedding",
-    "adam",
+    "add_rms_norm", "gdn_mixer", "chunk_gated_delta_rule", "attention_mixer", "swiglu_mlp", "linear", "head_topk_kl",
+    "topk_softmax", "embedding", "adam",
 )  # fmt: skip
-WITH_KERNELS = ("head_topk_kl", "topk_softmax")  # on CUDA tensors below float64
+GATED_DELTA = ("gdn_mixer", "chunk_gated_delta_rule")
+WITH_KERNELS = (*GATED_DELTA, "head_topk_kl", "topk_softmax")  # on CUDA tensors below float64
 
 
 def collect() -> dict[str, Any]:
@@ -43,6 +45,8 @@ def collect() -> dict[str, Any]:
 
 def _op(op: str, no_gpu: str | None, no_triton: str | None) -> dict[str, Any]:
     """What tensors of either device get, why, and what would change it. `cuda` is None where there is no GPU."""
+    from cortiq_kernels.ops.gated_delta.layout import MAX_HEAD
+
     cuda, reason, change = "torch", "explicit torch forward and backward", "nothing yet: it has no kernel of its own"
     cpu_reason = reason
     if op == "linear":
@@ -55,6 +59,8 @@ def _op(op: str, no_gpu: str | None, no_triton: str | None) -> dict[str, Any]:
         else:
             cuda, reason = "triton", "Triton kernels"
             change = "float64 tensors take torch, and so does backend='torch'"
+            if op in GATED_DELTA:
+                change = f"heads above {MAX_HEAD} ({MAX_HEAD // 2} in float32) take torch, so do float64 tensors"
     if no_gpu:
         cuda_why = f"no GPU: {no_gpu}"
         change = "a GPU: its tensors take Triton kernels" if op in WITH_KERNELS else change
@@ -64,16 +70,22 @@ def _op(op: str, no_gpu: str | None, no_triton: str | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def backends(device: str, dtype: str) -> dict[str, dict[str, str]]:
-    """Op -> {backend, reason} of a run on `device` ("cpu", "cuda:0 (...)") in `dtype` (bf16, f16, f32, f64)."""
+def backends(device: str, dtype: str, heads: Sequence[int] = (0, 0)) -> dict[str, dict[str, str]]:
+    """Op -> {backend, reason} of a run on `device` ("cpu", "cuda:0 (...)") in `dtype` (bf16, f16, f32, f64), of a model
+    with gated delta heads of sizes dk and dv.
+    """
     from cortiq_kernels import backend
     from cortiq_kernels.ops import triton_gate
+    from cortiq_kernels.ops.gated_delta.layout import unfit_for_kernels
 
+    unfit = unfit_for_kernels(backend.DTYPES[dtype], *heads)
     found = {}
     for o in (_op(op, backend.no_gpu_reason(), triton_gate.missing()) for op in OPS):
         kind, why = (o["cpu"], o["cpu_reason"]) if device.startswith("cpu") else (o["cuda"] or "torch", o["reason"])
         if kind == "triton" and dtype == "f64":
             kind, why = "torch", "float64 is for exact runs, which the torch path does"
+        elif kind == "triton" and o["op"] in GATED_DELTA and unfit:
+            kind, why = "torch", unfit
         found[o["op"]] = {"backend": kind, "reason": why}
     return found
 
@@ -102,11 +114,11 @@ def render(info: dict[str, Any]) -> str:
         f"{'native module':15} {'yes' if native['present'] else 'no'}: {native['reason']}",
         f"{'default':15} {d['device']} ({d['device_reason']}), {d['dtype']} ({d['dtype_reason']})",
         "",
-        f"{'op':16}{'CPU tensors':13}{'CUDA tensors':14}why; what would change it",
+        f"{'op':24}{'CPU tensors':13}{'CUDA tensors':14}why; what would change it",
     ]
     for o in info["ops"]:
         why = o["reason"] if o["cuda"] else o["cpu_reason"]
-        lines.append(f"{o['op']:16}{o['cpu']:13}{o['cuda'] or 'no GPU':14}{why}; {o['change']}")
+        lines.append(f"{o['op']:24}{o['cpu']:13}{o['cuda'] or 'no GPU':14}{why}; {o['change']}")
     return "\n".join(lines)
 
 

@@ -68,7 +68,7 @@ def test_command_line_fails_when_a_kernel_does(capsys, monkeypatch):
             raise RuntimeError("no such thing\nand more")
         return aot.Resources(1, 2, 3)
 
-    monkeypatch.setattr(aot, "variants", lambda: VARIANTS[:1])
+    monkeypatch.setattr(aot, "variants", lambda arch: VARIANTS[:1])
     monkeypatch.setattr(aot, "compile_variant", compile_variant)
     assert aot.main(["--arch", "90"]) == 0
     assert aot.main(["--arch", "90", "80"]) == 1

@@ -8,10 +8,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import unicodedata
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +21,11 @@ from directories import cortiq, id_rows, records, tensors_of, write_dir
 from report_world import CONFIG, TRAIN, V, fold, heal, score
 
 from cortiq_kernels import backend, cli, env
+from cortiq_kernels.ops import triton_gate
 from cortiq_kernels.recipes import heal as heal_recipe
 from cortiq_kernels.report import console
+from cortiq_kernels.report.runlog import LogError, RunLog, read_log
+from cortiq_kernels.step import Trainer
 
 MODULE = [sys.executable, "-m", "cortiq_kernels"]
 STEP = {"event": "step", "of": 10**6, "loss": 1.0, "loss_name": "KL", "norm": 1.0, "rate": 1e-5, "seconds": 0.1,
@@ -257,6 +262,59 @@ def test_a_page_that_cannot_be_written_is_no_failure(place, tmp_path, monkeypatc
     assert "no page was written" in done.err.splitlines()[-1] and "cortiq report" in done.err.splitlines()[-1]
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stopped_run_has_its_page(place, tmp_path, monkeypatch, echo):
+    """Also where the signal comes twice, as from launchers that pass on what their children already have."""
+    from cortiq_kernels import cli_report
+
+    root, data = place
+    real, write, calls = Trainer.apply, cli_report.write_page, []
+
+    def apply(self, *args, **more):
+        calls.append(1)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        real(self, *args, **more)
+
+    def write_page(log, out):
+        if echo:
+            signal.raise_signal(signal.SIGTERM)
+        return write(log, out)
+
+    monkeypatch.setattr(Trainer, "apply", apply)
+    monkeypatch.setattr(cli_report, "write_page", write_page)
+    done = cortiq(*heal(root / "m", data, tmp_path / "o"))
+    assert done.status == 143 and f"Curves: {tmp_path / 'o.html'}" in done.err.splitlines()[-1]
+    assert "ended early: Stopped: SIGTERM" in (tmp_path / "o.html").read_text()
+    (tmp_path / "o.html").unlink()
+    monkeypatch.setattr(cli, "LARGEST_LOG", 10)
+    calls.clear()
+    done = cortiq(*heal(root / "m", data, tmp_path / "o", "--resume"))
+    assert done.status == 143 and "Curves" not in done.err and not (tmp_path / "o.html").exists()
+
+
+def test_a_log_has_one_writer(place, tmp_path):
+    """Two runs with one --log: the second is refused before it works, and the first one's log stays whole."""
+    root, data = place
+    path = tmp_path / "shared.jsonl"
+    for started in ({"event": "plan"}, {"event": "resume", "log": str(path), "lines": 1}):
+        path.unlink(missing_ok=True)
+        with RunLog(path, {"recipe": "heal"}) as log:
+            log({"event": "plan"})
+            before = path.read_bytes()
+            with pytest.raises(LogError, match="another run is writing"), RunLog(path, {"recipe": "heal"}) as second:
+                second(started)
+            done = cortiq(*heal(root / "m", data, tmp_path / "deep" / "o", "--log", path))
+            assert done.status == 2 and "another run is writing; expected" in done.err and path.read_bytes() == before
+            assert not (tmp_path / "deep").exists()
+            log({"event": "note", "text": "more"})
+        assert [e["event"] for e in read_log(path)] == ["start", "plan", "note"]
+    assert cortiq(*heal(root / "m", data, tmp_path / "o", "--log", path)).status == 0
+    for _ in range(2):
+        with RunLog("/dev/null") as a, RunLog("/dev/null") as b:
+            a({"event": "plan"}), b({"event": "plan"})
+
+
 def test_dry_run_says_which_backend_and_why(place, tmp_path):
     root, data = place
     args = heal(root / "m", data, tmp_path / "o", "--dry-run")
@@ -267,10 +325,24 @@ def test_dry_run_says_which_backend_and_why(place, tmp_path):
     assert "backend" in text and "torch: add_rms_norm" in text and "BLAS through torch" in text
 
 
+def test_every_op_that_has_kernels_says_so():
+    """Which ops ask for Triton is read from their sources, so that `cortiq env` cannot fall behind them."""
+    folder = Path(env.__file__).parent / "ops"
+    named = {"topk.py": "topk_softmax", "topk_kl.py": "head_topk_kl", "mixer.py": "gdn_mixer",
+             "chunk.py": "chunk_gated_delta_rule"}  # fmt: skip
+    asking = {f.name for f in folder.rglob("*.py") if "use_triton(" in f.read_text() and f.name != "triton_gate.py"}
+    assert {named[name] for name in asking} == set(env.WITH_KERNELS)
+
+
 def test_backends_of_a_gpu(monkeypatch):
     monkeypatch.setattr(backend, "no_gpu_reason", lambda: None)
     found = env.backends("cuda:0 (a GPU)", "bf16")
     assert found["head_topk_kl"]["backend"] == "triton" and found["linear"]["backend"] == "torch"
+    if triton_gate.missing() is None:
+        assert found["gdn_mixer"]["backend"] == found["chunk_gated_delta_rule"]["backend"] == "triton"
+        wide = env.backends("cuda:0 (a GPU)", "f32", (128, 128))["gdn_mixer"]
+        assert wide["backend"] == "torch" and "head sizes 128 and 128 in float32" in wide["reason"]
+        assert env.backends("cuda:0 (a GPU)", "bf16", (128, 128))["gdn_mixer"]["backend"] == "triton"
     exact = env.backends("cuda:0 (a GPU)", "f64")["head_topk_kl"]
     assert exact["backend"] == "torch" and "float64" in exact["reason"]
 

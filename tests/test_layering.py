@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "backend": set(),
     "env": {"backend", "ops"},
     "aot_variants": {"ops"},
-    "aot": {"aot_variants"},
+    "aot": {"aot_variants", "ops"},
     "ops": set(),
     "model": set(),
     "data": set(),

@@ -67,6 +67,16 @@ def test_every_kernel_sees_to_its_cache(monkeypatch):
     assert triton_gate.use_triton("op", torch.zeros(1), "triton") and calls == [1]
 
 
+def test_compiling_ahead_of_time_sees_to_its_cache(monkeypatch):
+    from cortiq_kernels import aot
+
+    pytest.importorskip("triton")
+    calls: list[int] = []
+    monkeypatch.setattr(aot, "usable_cache", lambda: calls.append(1))
+    monkeypatch.setattr(aot, "variants", lambda arch: [])
+    assert aot.main(["--arch", "90"]) == 0 and calls == [1]
+
+
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
     """What pip builds from, without anything else of the checkout."""

@@ -135,5 +135,6 @@ def geometry_summary(g: Geometry) -> dict[str, Any]:
         "ffn": f[0] if len(f) == 1 else list(g.intermediate),
         "vocab": g.vocab,
         "tied": g.tied,
+        "delta_heads": [g.dk, g.dv],
         "parameters": names.parameter_count(g),
     }

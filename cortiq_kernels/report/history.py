@@ -1,7 +1,8 @@
 """What a run log says, gathered: series over steps, the best evaluation, how the run ended.
 
-A run that was stopped and resumed has one log with several starts. Steps that were done again after the last checkpoint
-appear twice there; the later one counts.
+A run that was stopped and resumed goes on in its log (runlog.py), which has one start and every step once. Where the
+logs of its parts were joined by hand (each had its own `--log`), steps that were done again after the last checkpoint
+appear twice; the later one counts.
 """
 
 from __future__ import annotations

@@ -22,9 +22,11 @@ and resumed is that of one that was not, apart from times.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
+import stat
 import time
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +40,8 @@ class LogError(ValueError):
 
 
 class RunLog:
-    """Writes events to `path`. The file is created by the first event, so a refused run leaves none.
+    """Writes events to `path`. The file is created by the first event, so a refused run leaves none. It is locked until
+    `close`: LogError, with the file as it was, where another run writes it (devices and pipes may be shared).
 
     Event "resume" (log, lines) goes on with the earlier log when that is the same file: what it holds beyond `lines`
     events was written after the checkpoint and is cut off. Use as a context manager; an instance is a `progress`
@@ -63,7 +66,9 @@ class RunLog:
             return
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 - see close()
+            self._file = self._open()
+            if self._regular(self._file):
+                self._file.truncate(0)
             if self._first is not None:
                 self._line({"event": "start", **self._first})
         self._line(event)
@@ -75,16 +80,39 @@ class RunLog:
         if event.get("log") != os.path.realpath(self.path) or not self.path.is_file():
             return
         left = event["lines"] + (self._first is not None)
-        with open(self.path, "r+b") as f:
-            end = 0
+        file = self._open()
+        end = 0
+        with open(self.path, "rb") as f:
             for line in f:
                 if not left or not line.endswith(b"\n"):
                     break
                 end, left = end + len(line), left - 1
-            f.truncate(end)
+        file.truncate(end)
         if end:
             self._again = False
-            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - see close()
+            self._file = file
+        else:
+            file.close()
+
+    def _open(self) -> IO[str]:
+        """The file, made if need be, for appending; locked where it is a regular file."""
+        file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - see close()
+        try:
+            if self._regular(file):
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise LogError(
+                f"run log {str(self.path)!r}: got a file that another run is writing; expected a log of this run "
+                "alone. Wait for it or stop it, or choose another --log."
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        return file
+
+    @staticmethod
+    def _regular(file: IO[str]) -> bool:
+        return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
 
     def error(self, text: str) -> None:
         """The last line of a run that failed; nothing when the run was refused before it began."""
