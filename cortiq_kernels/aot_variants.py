@@ -133,11 +133,13 @@ def gated_delta_variants(arch: int) -> list[Variant]:
                 (conv_triton.conv_kernel, "conv", span),
                 (conv_triton.conv_bwd_kernel, "conv_bwd", span),
             ]
-        blocks = -(-dk // configs.launch("gated_delta", size, "input", arch)["BK"])
-        gate_shape = {"HV": hv, "PAD": triton_run.padded(hv), "BLOCKS": blocks, "RAW": mixer}
+        gate_shape = {"HV": hv, "PAD": triton_run.padded(hv), "RAW": mixer}
         chosen.append((gates_triton.gates_bwd_kernel, "gates_bwd", gate_shape))
         for kernel, name, constexprs in chosen:
             launch = dict(configs.launch("gated_delta", size, name, arch))
+            for width, of in (("BV", dv), ("BK", dk)):  # as triton_run cuts them
+                if name in ("local", "input") and width in launch:
+                    launch[width] = triton_run.block(launch[width], of)
             warps, stages, most = launch.pop("num_warps"), launch.pop("num_stages"), launch.pop("maxnreg", 0)
             types = _types(kernel, dtype, constexprs | launch)
             aligned = tuple(

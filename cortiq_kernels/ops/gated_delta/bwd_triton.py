@@ -39,32 +39,23 @@ from .triton_tiles import chunk_at, load_decay, load_rows, load_state, store_row
 
 
 @triton.jit
-def _gated(z_ptr, norm_ptr, dout_ptr, tok, r, mask, z_stride, dout_stride, D: tl.constexpr, PAD: tl.constexpr):
-    """Gradient of the normalised o, [C, PAD]: dout SiLU(z) norm_weight."""
-    col = tl.arange(0, PAD)
-    w = tl.load(norm_ptr + col, mask=col < D, other=0)[None, :]
-    z = load_rows(z_ptr, tok, r, mask, z_stride, D, PAD).to(tl.float32)
-    dn = load_rows(dout_ptr, tok, r, mask, dout_stride, D, PAD).to(tl.float32)
-    return dn * z * tl.sigmoid(z) * w
+def _output(
+    q, p, ga, state, vn_ptr, tok, r, mask, v0, DK: tl.constexpr, DV: tl.constexpr, KPAD: tl.constexpr,
+    VW: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """o of a chunk, BV value channels from v0, [C, BV]."""
+    o = tl.dot(q, load_state(state, DK, DV, 0, KPAD, v0, BV), input_precision="ieee") * ga[:, None]
+    return tl.dot(p, load_rows(vn_ptr + v0, tok, r, mask, DV, VW, BV), o, input_precision="ieee")
 
 
 @triton.jit
-def _norm_bwd(
-    u, z_ptr, norm_ptr, dout_ptr, dz_ptr, out_ptr, dnorm_ptr, tok, r, mask, z_stride, dout_stride, dz_stride,
-    out_stride, D: tl.constexpr, PAD: tl.constexpr, WRITE_OUT: tl.constexpr,
-):  # fmt: skip
-    """From the normalised o, u [C, PAD]: dz, the output, the chunk's part of dnorm; returns sum u du of each row."""
-    col = tl.arange(0, PAD)
-    w = tl.load(norm_ptr + col, mask=col < D, other=0)[None, :]
-    z = load_rows(z_ptr, tok, r, mask, z_stride, D, PAD).to(tl.float32)
-    sig = tl.sigmoid(z)
-    if WRITE_OUT:
-        store_rows(out_ptr, u * w * z * sig, tok, r, mask, out_stride, D, PAD)
-    u *= load_rows(dout_ptr, tok, r, mask, dout_stride, D, PAD)
-    store_rows(dz_ptr, u * w * sig * (1 + z * (1 - sig)), tok, r, mask, dz_stride, D, PAD)
-    u *= z * sig
-    tl.store(dnorm_ptr + col, tl.sum(u, 0), mask=col < D)
-    return tl.sum(u * w, 1)
+def _gate(z_ptr, norm_ptr, dout_ptr, tok, r, mask, z_stride, dout_stride, VW: tl.constexpr, BV: tl.constexpr):
+    """z, sigmoid(z), norm_weight [1, BV] and dout."""
+    col = tl.arange(0, BV)
+    w = tl.load(norm_ptr + col, mask=col < VW, other=0)[None, :]
+    z = load_rows(z_ptr, tok, r, mask, z_stride, VW, BV).to(tl.float32)
+    dn = load_rows(dout_ptr, tok, r, mask, dout_stride, VW, BV).to(tl.float32)
+    return z, tl.sigmoid(z), w, dn
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -100,13 +91,13 @@ def local_kernel(
     DK: tl.constexpr,
     DV: tl.constexpr,
     KPAD: tl.constexpr,
-    BV: tl.constexpr,  # value channels at a time: all of them, or half of a padded DV
+    BV: tl.constexpr,  # value channels at a time
     NORM: tl.constexpr,
     WRITE_OUT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One program a chunk and value head."""
     C: tl.constexpr = 64
-    TWO: tl.constexpr = DV > BV
     i, h = tl.program_id(0) // HV, tl.program_id(0) % HV
     tok, rows = chunk_at(table_ptr, i)
     col = tl.arange(0, BV)
@@ -114,9 +105,8 @@ def local_kernel(
     if rows == 0:
         if NORM:
             at = dnorm_ptr + (wide_i * HV + h) * DV + col
-            tl.store(at, tl.zeros([BV], tl.float32), mask=col < DV)
-            if TWO:
-                tl.store(at + BV, tl.zeros([BV], tl.float32), mask=col < DV - BV)
+            for v0 in tl.static_range(0, DV, BV):
+                tl.store(at + v0, tl.zeros([BV], tl.float32), mask=col < DV - v0)
         return
     r = tl.arange(0, C)
     mask = r < rows
@@ -126,54 +116,52 @@ def local_kernel(
     g = load_decay(g_ptr + wide_h * n, tok, r, mask, tok + rows - 1)
     dt = k.dtype
     dout_ptr += wide_h * dout_head
+    VW: tl.constexpr = DV if BV > DV else BV  # BV divides DV or is its padded size
     if NORM:
-        # Value channels in two halves: tiles of all of them take twice the registers, and half the programs an SM.
+        # BV value channels at a time, in two passes, the second of which makes o again and reads z and dout again: kept
+        # in between they would take the registers of a second program on the SM, and only that hides the loads. Run-time
+        # loops, because the compiler would merge the passes of unrolled ones.
         state = h_ptr + (wide_i * HV + h) * DK * DV
-        p = scores(q, k, g, scale, False).to(dt)
-        ga = (tl.exp2(g) * scale)[:, None]
-        oa = tl.dot(q, load_state(state, DK, DV, 0, KPAD, 0, BV), input_precision="ieee") * ga
-        oa += tl.dot(p, load_rows(vn_ptr + heads, tok, r, mask, DV, DV, BV), input_precision="ieee")
-        square = tl.sum(oa * oa, 1)
-        if TWO:
-            ob = tl.dot(q, load_state(state, DK, DV, 0, KPAD, BV, BV), input_precision="ieee") * ga
-            ob += tl.dot(p, load_rows(vn_ptr + heads + BV, tok, r, mask, DV, DV - BV, BV), input_precision="ieee")
-            square += tl.sum(ob * ob, 1)
-        rstd = tl.rsqrt(square / DV + eps)
+        vn_ptr += heads
         z_ptr += h * DV
-        dz_ptr += h * DV
-        out_ptr += h * DV
-        dnorm_ptr += (wide_i * HV + h) * DV
-        # z and dout are read twice: what would be kept of them between the two takes more registers than there are.
-        mean = _norm_bwd(
-            oa * rstd[:, None], z_ptr, norm_ptr, dout_ptr, dz_ptr, out_ptr, dnorm_ptr, tok, r, mask, z_stride,
-            dout_stride, dz_stride, out_stride, DV, BV, WRITE_OUT,
-        )  # fmt: skip
-        if TWO:
-            mean += _norm_bwd(
-                ob * rstd[:, None], z_ptr + BV, norm_ptr + BV, dout_ptr + BV, dz_ptr + BV, out_ptr + BV, dnorm_ptr + BV,
-                tok, r, mask, z_stride, dout_stride, dz_stride, out_stride, DV - BV, BV, WRITE_OUT,
+        ga = tl.exp2(g) * scale
+        p = scores(q, k, g, scale, False).to(dt)
+        square = tl.zeros([C], tl.float32)
+        mean = tl.zeros([C], tl.float32)
+        for v0 in tl.range(0, DV, BV, num_stages=STAGES):
+            o = _output(q, p, ga, state, vn_ptr, tok, r, mask, v0, DK, DV, KPAD, VW, BV)
+            z, sig, w, dn = _gate(
+                z_ptr + v0, norm_ptr + v0, dout_ptr + v0, tok, r, mask, z_stride, dout_stride, VW, BV
             )  # fmt: skip
-        mean = (mean * rstd / DV)[:, None]
+            square += tl.sum(o * o, 1)
+            mean += tl.sum(o * (dn * z * sig * w), 1)
+        rstd = tl.rsqrt(square / DV + eps)
+        mean = (mean * rstd * rstd / DV)[:, None]
+        rstd = rstd[:, None]
         pt = scores(q, k, g, scale, True).to(dt)
-        du = _gated(z_ptr, norm_ptr, dout_ptr, tok, r, mask, z_stride, dout_stride, DV, BV)
-        do = ((du - oa * mean) * rstd[:, None]).to(dt)
-        store_rows(do_ptr + heads, do, tok, r, mask, DV, DV, BV)
-        store_rows(dvl_ptr + heads, tl.dot(pt, do, input_precision="ieee"), tok, r, mask, DV, DV, BV)
-        if TWO:
-            du = _gated(
-                z_ptr + BV, norm_ptr + BV, dout_ptr + BV, tok, r, mask, z_stride, dout_stride, DV - BV, BV
+        for v0 in tl.range(0, DV, BV, num_stages=STAGES):
+            o = _output(q, p, ga, state, vn_ptr, tok, r, mask, v0, DK, DV, KPAD, VW, BV)
+            z, sig, w, dn = _gate(
+                z_ptr + v0, norm_ptr + v0, dout_ptr + v0, tok, r, mask, z_stride, dout_stride, VW, BV
             )  # fmt: skip
-            do = ((du - ob * mean) * rstd[:, None]).to(dt)
-            store_rows(do_ptr + heads + BV, do, tok, r, mask, DV, DV - BV, BV)
+            if WRITE_OUT:
+                store_rows(out_ptr + h * DV + v0, o * rstd * w * z * sig, tok, r, mask, out_stride, VW, BV)
+            dz = dn * o * rstd * w * sig * (1 + z * (1 - sig))
+            store_rows(dz_ptr + h * DV + v0, dz, tok, r, mask, dz_stride, VW, BV)
+            dn = dn * z * sig
+            at = dnorm_ptr + (wide_i * HV + h) * DV + v0 + col
+            tl.store(at, tl.sum(dn * o * rstd, 0), mask=col < VW)
+            do = ((dn * w - o * mean) * rstd).to(dt)
+            store_rows(do_ptr + heads + v0, do, tok, r, mask, DV, VW, BV)
             x = tl.dot(pt, do, input_precision="ieee")
-            store_rows(dvl_ptr + heads + BV, x, tok, r, mask, DV, DV - BV, BV)
+            store_rows(dvl_ptr + heads + v0, x, tok, r, mask, DV, VW, BV)
     else:
         pt = scores(q, k, g, scale, True).to(dt)
-        for v0 in tl.static_range(0, DV, BV):
-            do = load_rows(dout_ptr + v0, tok, r, mask, dout_stride, DV - v0, BV).to(dt)
-            store_rows(do_ptr + heads + v0, do, tok, r, mask, DV, DV - v0, BV)
+        for v0 in tl.range(0, DV, BV, num_stages=STAGES):
+            do = load_rows(dout_ptr + v0, tok, r, mask, dout_stride, VW, BV).to(dt)
+            store_rows(do_ptr + heads + v0, do, tok, r, mask, DV, VW, BV)
             x = tl.dot(pt, do, input_precision="ieee")
-            store_rows(dvl_ptr + heads + v0, x, tok, r, mask, DV, DV - v0, BV)
+            store_rows(dvl_ptr + heads + v0, x, tok, r, mask, DV, VW, BV)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -275,9 +263,10 @@ def input_kernel(
     do_ptr,  # [HV, N, DV]
     y_ptr,  # [HV, N, DV]
     table_ptr,  # [cap, 2] int32
+    part_ptr,  # [cap*HK, 2, C, DK] f32, GROUP > 1 only: sums over the group's heads so far
     dq_ptr,  # [N, HK, DK] out
     dk_ptr,  # [N, HK, DK] out
-    dg_ptr,  # [BLOCKS, HV, N] f32 out: dG, a part for each BK key channels
+    dg_ptr,  # [HV, N] f32 out: dG
     dbeta_ptr,  # [HV, N] f32 out: beta dbeta
     n,
     scale,
@@ -291,32 +280,29 @@ def input_kernel(
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
-    BK: tl.constexpr,
+    BK: tl.constexpr,  # key channels at a time
     VPAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """One program a chunk, key head and BK key channels; loops over the head's GROUP value heads."""
+    """One program a chunk and key head; loops over the head's GROUP value heads, and for each over key channels."""
     C: tl.constexpr = 64
-    BLOCKS: tl.constexpr = (DK + BK - 1) // BK
     HV: tl.constexpr = HK * GROUP
-    p = tl.program_id(0)
-    block, hk, i = p % BLOCKS, (p // BLOCKS) % HK, p // (BLOCKS * HK)
+    KW: tl.constexpr = DK if BK > DK else BK  # BK divides DK or is its padded size
+    program = tl.program_id(0)
+    hk, i = program % HK, program // HK
     tok, rows = chunk_at(table_ptr, i)
     if rows == 0:
         return
-    k0 = block * BK
-    KW: tl.constexpr = DK if BLOCKS == 1 else BK
     r = tl.arange(0, C)
     mask = r < rows
     i_, j_ = r[:, None], r[None, :]
-    q_ptr += hk.to(tl.int64) * q_head + k0
-    k_ptr += hk.to(tl.int64) * k_head + k0
+    q_ptr += hk.to(tl.int64) * q_head
+    k_ptr += hk.to(tl.int64) * k_head
+    part_ptr += program.to(tl.int64) * 2 * C * DK
+    dq_ptr += hk.to(tl.int64) * dq_head
+    dk_ptr += hk.to(tl.int64) * dq_head
     dt = k_ptr.dtype.element_ty
-    dq = tl.zeros([C, BK], tl.float32)
-    dk = tl.zeros([C, BK], tl.float32)
-    diagonal = tl.zeros([C], tl.float32)
     for j in range(GROUP):
-        # In phases, each with as few tiles as it can do with: registers decide how many programs an SM holds, and only
-        # other programs hide the loads of this one. So q and k are read again (from a cache) in each.
         h = hk * GROUP + j
         wide_h = h.to(tl.int64)
         heads = wide_h * n * DV
@@ -325,48 +311,56 @@ def input_kernel(
         g = load_decay(g_ptr + wide_h * n, tok, r, mask, final)
         g_last = tl.load(g_ptr + wide_h * n + final)
         beta = tl.load(beta_ptr + wide_h * n + tok + r, mask=mask, other=0)
-        y = load_rows(y_ptr + heads, tok, r, mask, DV, DV, VPAD)
         vn = load_rows(vn_ptr + heads, tok, r, mask, DV, DV, VPAD)
-        state = load_state(h_ptr + at, DK, DV, k0, BK, 0, VPAD)
-
-        # k as it reads the state
-        k = load_rows(k_ptr, tok, r, mask, k_stride, KW, BK)
-        s = tl.dot(y, tl.trans(vn), input_precision="ieee")
-        if block == 0:
-            tl.store(dbeta_ptr + wide_h * n + tok + r, tl.sum(tl.where(i_ == j_, s, 0.0), 1), mask=mask)
-        x = tl.dot(y, tl.trans(state), input_precision="ieee") * -tl.exp2(g)[:, None]
-        x = tl.dot(_masked(s, g, i_ > j_, -1.0).to(dt), k, x, input_precision="ieee") * beta[:, None]
-        dk += x
-        dg = tl.sum(k * x, 1)
-
-        # q. The diagonal of do V'^T, where the decay is 1, is no part of dG: it would drown the rest there under strong
-        # decay.
+        y = load_rows(y_ptr + heads, tok, r, mask, DV, DV, VPAD)
         do = load_rows(do_ptr + heads, tok, r, mask, DV, DV, VPAD)
+        s = tl.dot(y, tl.trans(vn), input_precision="ieee")
+        tl.store(dbeta_ptr + wide_h * n + tok + r, tl.sum(tl.where(i_ == j_, s, 0.0), 1), mask=mask)
+        z = _masked(s, g, i_ > j_, -1.0).to(dt)
+        zt = _masked(tl.dot(vn, tl.trans(y), input_precision="ieee"), -g, i_ < j_, -beta[None, :]).to(dt)
+        # The diagonal of do V'^T, where the decay is 1, is no part of dG: it would drown the rest under strong decay.
         s = tl.dot(do, tl.trans(vn), input_precision="ieee") * scale
-        diagonal += tl.sum(tl.where(i_ == j_, s, 0.0), 1)
-        x = tl.dot(do, tl.trans(state), input_precision="ieee") * (tl.exp2(g) * scale)[:, None]
-        dstate = load_state(dh_ptr + at, DK, DV, k0, BK, 0, VPAD)
-        dg_last = tl.sum(state.to(tl.float32) * dstate.to(tl.float32)) * tl.exp2(g_last)
-        x = tl.dot(_masked(s, g, i_ > j_, 1.0).to(dt), k, x, input_precision="ieee")
-        dq += x
-        q = load_rows(q_ptr, tok, r, mask, q_stride, KW, BK)
-        dg += tl.sum(q * x, 1)
-
-        # k as it writes the state: for the chunk's later rows, and for what comes after the chunk
-        s = tl.dot(vn, tl.trans(do), input_precision="ieee")
-        x = tl.dot(_masked(s, -g, i_ < j_, scale).to(dt), q, input_precision="ieee")
-        s = tl.dot(vn, tl.trans(y), input_precision="ieee")
-        x = tl.dot(_masked(s, -g, i_ < j_, -beta[None, :]).to(dt), k, x, input_precision="ieee")
-        dk += x
-        k = load_rows(k_ptr, tok, r, mask, k_stride, KW, BK)
-        dg -= tl.sum(k * x, 1)
-        x = tl.dot(vn, tl.trans(dstate), input_precision="ieee") * tl.exp2(g_last - g)[:, None]
-        dk += x
-        leave = tl.where(r < rows - 1, tl.sum(k * x, 1), 0.0)  # the last row's would cancel itself
-        dg += tl.where(r == rows - 1, dg_last + tl.sum(leave), -leave)
-        tl.store(dg_ptr + (block * HV + h).to(tl.int64) * n + tok + r, dg, mask=mask)
-    q = load_rows(q_ptr, tok, r, mask, q_stride, KW, BK)
-    k = load_rows(k_ptr, tok, r, mask, k_stride, KW, BK)
-    out = hk.to(tl.int64) * dq_head + k0
-    store_rows(dq_ptr + out, dq + k * diagonal[:, None], tok, r, mask, dq_stride, KW, BK)
-    store_rows(dk_ptr + out, dk + q * diagonal[:, None], tok, r, mask, dq_stride, KW, BK)
+        diagonal = tl.sum(tl.where(i_ == j_, s, 0.0), 1)[:, None]
+        dp = _masked(s, g, i_ > j_, 1.0).to(dt)
+        dpt = _masked(tl.dot(vn, tl.trans(do), input_precision="ieee"), -g, i_ < j_, scale).to(dt)
+        ga = tl.exp2(g)[:, None]
+        tail = tl.exp2(g_last - g)[:, None]
+        dg = tl.zeros([C], tl.float32)
+        leave = tl.zeros([C], tl.float32)
+        inner = tl.zeros([C], tl.float32)
+        for k0 in tl.range(0, DK, BK, num_stages=STAGES):
+            q = load_rows(q_ptr + k0, tok, r, mask, q_stride, KW, BK)
+            k = load_rows(k_ptr + k0, tok, r, mask, k_stride, KW, BK)
+            state = load_state(h_ptr + at, DK, DV, k0, BK, 0, VPAD)
+            dstate = load_state(dh_ptr + at, DK, DV, k0, BK, 0, VPAD)
+            # k as it reads the state
+            x = tl.dot(y, tl.trans(state), input_precision="ieee") * -ga
+            x = tl.dot(z, k, x, input_precision="ieee") * beta[:, None]
+            dg += tl.sum(k * x, 1)
+            dk = x
+            # k as it writes the state: for the chunk's later rows, and for what comes after the chunk
+            x = tl.dot(dpt, q, input_precision="ieee")
+            x = tl.dot(zt, k, x, input_precision="ieee")
+            dg -= tl.sum(k * x, 1)
+            dk += x + q * diagonal
+            x = tl.dot(vn, tl.trans(dstate), input_precision="ieee") * tail
+            leave += tl.sum(k * x, 1)
+            dk += x
+            # q
+            x = tl.dot(do, tl.trans(state), input_precision="ieee") * (ga * scale)
+            x = tl.dot(dp, k, x, input_precision="ieee")
+            dg += tl.sum(q * x, 1)
+            dq = x + k * diagonal
+            inner += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
+            if GROUP > 1:
+                dq += load_rows(part_ptr + k0, 0, r, mask & (j > 0), DK, KW, BK)
+                dk += load_rows(part_ptr + C * DK + k0, 0, r, mask & (j > 0), DK, KW, BK)
+                store_rows(part_ptr + k0, dq, 0, r, mask & (j < GROUP - 1), DK, KW, BK)
+                store_rows(part_ptr + C * DK + k0, dk, 0, r, mask & (j < GROUP - 1), DK, KW, BK)
+            store_rows(dq_ptr + k0, dq, tok, r, mask & (j == GROUP - 1), dq_stride, KW, BK)
+            store_rows(dk_ptr + k0, dk, tok, r, mask & (j == GROUP - 1), dq_stride, KW, BK)
+        if GROUP > 1:
+            tl.debug_barrier()  # what other threads stored is read for the next head
+        leave = tl.where(r < rows - 1, leave, 0.0)  # the last row's would cancel itself
+        dg += tl.where(r == rows - 1, inner * tl.exp2(g_last) + tl.sum(leave), -leave)
+        tl.store(dg_ptr + wide_h * n + tok + r, dg, mask=mask)

@@ -71,7 +71,7 @@ def chunk_fwd(
     rule = run.prepare(q_rows, k_rows, v_rows, source, chunks, scale)
     h, vn, ht = run.states(rule, v_rows, h0, final=final)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    run.outputs(rule, h, vn, o.view(batch * length, -1), None)
+    run.outputs(rule, h, vn, o.view(batch * length, v.shape[2] * v.shape[3]), None)
     saved = TritonChunkSaved(rule, source, h, vn, tuple(v.shape), dtypes, h0 is not None) if save else None
     return o, ht, saved
 

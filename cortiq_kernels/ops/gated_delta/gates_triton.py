@@ -16,7 +16,7 @@ from .wy_triton import softplus
 
 @triton.jit(do_not_specialize=["n"])
 def gates_bwd_kernel(
-    dgs_ptr,  # [BLOCKS, HV, N] f32 parts of dG
+    dgs_ptr,  # [HV, N] f32 dG
     dbeta_ptr,  # [HV, N] f32 beta dbeta
     a_ptr,  # [N, HV] a, RAW only; row stride ab_stride
     beta_ptr,  # [HV, N] f32
@@ -31,7 +31,6 @@ def gates_bwd_kernel(
     da_stride,
     HV: tl.constexpr,
     PAD: tl.constexpr,  # HV padded
-    BLOCKS: tl.constexpr,
     RAW: tl.constexpr,
 ):
     """One program a chunk, all heads."""
@@ -50,9 +49,7 @@ def gates_bwd_kernel(
     row = tok + r
     mask = heads[:, None] & (r < rows)[None, :]
     at = h.to(tl.int64)[:, None] * n + row[None, :]
-    dgs = tl.zeros([PAD, C], tl.float32)
-    for b in tl.static_range(BLOCKS):
-        dgs += tl.load(dgs_ptr + at + b * HV * n.to(tl.int64), mask=mask, other=0)
+    dgs = tl.load(dgs_ptr + at, mask=mask, other=0)
     dbeta = tl.load(dbeta_ptr + at, mask=mask, other=0)
     beta = tl.load(beta_ptr + at, mask=mask, other=1)
     dg = tl.cumsum(dgs, 1, reverse=True)

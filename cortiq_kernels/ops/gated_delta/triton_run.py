@@ -71,6 +71,11 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def block(wanted: int, size: int) -> int:
+    """Channels of a loop over `size` of them: as many as wanted where that divides it, else all."""
+    return wanted if size % wanted == 0 else padded(size)
+
+
 def prepare(q: Tensor, k: Tensor, v: Tensor, source: Gates, chunks: ChunkIndex, scale: float) -> Rule:
     """`Rule` of these inputs: decay sums, beta and the chunk inverses."""
     n, hk, dk = k.shape
@@ -95,7 +100,8 @@ def states(rule: Rule, v: Tensor, h0: Tensor | None, *, final: bool) -> tuple[Te
     h = torch.empty(rule.chunks.capacity, hv, dk, dv, dtype=like.dtype, device=like.device)
     vn = torch.empty(hv, n, dv, dtype=like.dtype, device=like.device)
     ht = torch.empty(s, hv, dk, dv, dtype=torch.float32, device=like.device) if final else None
-    launch = rule.launch("state")
+    launch = dict(rule.launch("state"))
+    launch["BV"] = block(launch["BV"], dv)
     fwd.state_kernel[(s * hv * -(-dv // launch["BV"]),)](
         rule.k, v, rule.t, rule.g, rule.beta, rule.chunks.cu_seqlens, rule.chunks.offsets,
         rule.g if h0 is None else h0, h, vn, rule.g if ht is None else ht,
@@ -148,8 +154,8 @@ def local(
         dnorm = torch.empty(rule.chunks.capacity * hv, dv, dtype=torch.float32, device=like.device)
     z = rule.g if norm is None else norm.z
     again = dvl if out is None else out
-    launch = rule.launch("local")
-    assert launch["BV"] * 2 >= dv, "value channels are one or two blocks"
+    launch = dict(rule.launch("local"))
+    launch["BV"] = block(launch["BV"], dv)
     bwd.local_kernel[(rule.chunks.capacity * hv,)](
         rule.q, rule.k, vn, rule.g, h, z, rule.g if norm is None else norm.weight, dout, rule.chunks.table,
         do, dvl, dvl if dz is None else dz, again, rule.g if dnorm is None else dnorm,
@@ -167,7 +173,8 @@ def dstates(rule: Rule, made: Local, dht: Tensor | None, *, want_dh0: bool) -> t
     dk, s, like = rule.q.shape[2], rule.chunks.sequences, rule.k
     dh = torch.empty(rule.chunks.capacity, hv, dk, dv, dtype=like.dtype, device=like.device)
     dh0 = torch.empty(s, hv, dk, dv, dtype=torch.float32, device=like.device) if want_dh0 else None
-    launch = rule.launch("dstate")
+    launch = dict(rule.launch("dstate"))
+    launch["BV"] = block(launch["BV"], dv)
     bwd.dstate_kernel[(s * hv * -(-dv // launch["BV"]),)](
         rule.q, rule.k, rule.t, rule.g, rule.beta, made.do, made.dvl, rule.chunks.cu_seqlens, rule.chunks.offsets,
         rule.g if dht is None else dht, dh, made.y, rule.g if dh0 is None else dh0,
@@ -181,7 +188,7 @@ def dstates(rule: Rule, made: Local, dht: Tensor | None, *, want_dh0: bool) -> t
 class InputGrads(NamedTuple):
     """What `input_grads` makes besides dq and dk."""
 
-    dg: Tensor  # [BLOCKS, HV, N] f32 dG, in parts of key channels
+    dg: Tensor  # [HV, N] f32 dG
     dbeta: Tensor  # [HV, N] f32 beta dbeta
 
 
@@ -189,13 +196,14 @@ def input_grads(rule: Rule, h: Tensor, vn: Tensor, dh: Tensor, made: Local, dq: 
     """dq, dk [N, HK, DK] (same strides) `=`; returns dG and beta dbeta."""
     n, hk, size = rule.q.shape
     hv = rule.v_shape[1]
-    launch = rule.launch("input")
-    blocks = -(-size // launch["BK"])
-    dg = torch.empty(blocks, hv, n, dtype=torch.float32, device=dq.device)
-    dbeta = torch.empty(hv, n, dtype=torch.float32, device=dq.device)
+    launch = dict(rule.launch("input"))
+    launch["BK"] = block(launch["BK"], size)
+    dg, dbeta = (torch.empty(hv, n, dtype=torch.float32, device=dq.device) for _ in range(2))
     shape = {name: value for name, value in rule.shape.items() if name != "HV"}
-    bwd.input_kernel[(rule.chunks.capacity * hk * blocks,)](
-        rule.q, rule.k, vn, rule.g, rule.beta, h, dh, made.do, made.y, rule.chunks.table, dq, dk, dg, dbeta,
+    programs = rule.chunks.capacity * hk
+    part = dg if hv == hk else torch.empty(programs, 2, CHUNK, size, dtype=torch.float32, device=dq.device)
+    bwd.input_kernel[(programs,)](
+        rule.q, rule.k, vn, rule.g, rule.beta, h, dh, made.do, made.y, rule.chunks.table, part, dq, dk, dg, dbeta,
         n, rule.scale,
         rule.q.stride(0), rule.q.stride(1), rule.k.stride(0), rule.k.stride(1), dq.stride(0), dq.stride(1),
         HK=hk, **shape, VPAD=rule.vpad, **launch,
@@ -213,7 +221,7 @@ def gate_grads(rule: Rule, grads: InputGrads, source: Gates, da: Tensor, db: Ten
         grads.dg, grads.dbeta, source.a, rule.beta, source.a_log if raw else rule.g, source.dt if raw else rule.g,
         rule.chunks.table, da, db, parts if raw else rule.g,
         n, source.a.stride(0), da.stride(0),
-        HV=hv, PAD=padded(hv), BLOCKS=grads.dg.shape[0], RAW=raw, **rule.launch("gates_bwd"),
+        HV=hv, PAD=padded(hv), RAW=raw, **rule.launch("gates_bwd"),
     )  # fmt: skip
     return parts
 

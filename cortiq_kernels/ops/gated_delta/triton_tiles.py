@@ -24,13 +24,13 @@ def chunk_at(table_ptr, i):
 
 @triton.jit
 def load_rows(ptr, tok, r, mask, stride, D: tl.constexpr, PAD: tl.constexpr):
-    """Rows tok + r (tok int64, r [R] int32) of a matrix with unit column stride, [R, PAD]: 0 where masked and past D.
+    """Rows tok + r (tok int64, r [R] int32) of a matrix with unit column stride, [R, PAD]: 0 where masked and from column D on.
 
     Offsets from the first row are 32-bit: 64-bit ones of every tile at once cost more registers than the tiles.
     """
     col = tl.arange(0, PAD)
     at = ptr + tok * stride + (r[:, None] * stride + col[None, :])
-    if D == PAD:
+    if D >= PAD:
         return tl.load(at, mask=mask[:, None], other=0)
     return tl.load(at, mask=mask[:, None] & (col < D)[None, :], other=0)
 
@@ -47,7 +47,7 @@ def store_rows(ptr, x, tok, r, mask, stride, D: tl.constexpr, PAD: tl.constexpr)
     col = tl.arange(0, PAD)
     at = ptr + tok * stride + (r[:, None] * stride + col[None, :])
     x = x.to(ptr.dtype.element_ty)
-    if D == PAD:
+    if D >= PAD:
         tl.store(at, x, mask=mask[:, None])
     else:
         tl.store(at, x, mask=mask[:, None] & (col < D)[None, :])
