@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import triton_run as run
-from .chunks import chunk_index
+from .chunks import ChunkIndex, chunk_index
 from .layout import unit_stride
 
 
@@ -43,6 +44,14 @@ def rows(x: Tensor) -> Tensor:
     return unit_stride(x.reshape(-1, *x.shape[2:]))
 
 
+def starts(q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """[S+1] int32 starts of the sequences in the packed row: the caller's, or those of q's [B, T, HK, DK] batch rows."""
+    if cu_seqlens is not None:
+        return cu_seqlens.to(torch.int32).contiguous()
+    batch, length = q.shape[:2]
+    return torch.arange(batch + 1, dtype=torch.int32, device=q.device) * length
+
+
 def chunk_fwd(
     q: Tensor,
     k: Tensor,
@@ -59,21 +68,39 @@ def chunk_fwd(
     """o, the final state in f32, and what the backward needs."""
     dtypes = tuple(x.dtype for x in (q, k, v, g, beta))
     batch, length = q.shape[:2]
-    if cu_seqlens is None:
-        step = max(length, 1)
-        cu_seqlens = torch.arange(0, batch * step + 1, step, dtype=torch.int32, device=q.device)
-        cu_seqlens = cu_seqlens if length else torch.zeros_like(cu_seqlens)
-    chunks = chunk_index(cu_seqlens, batch * length)
+    chunks = chunk_index(starts(q, cu_seqlens), batch * length)
     q_rows, k_rows, v_rows = (rows(x.to(v.dtype)) for x in (q, k, v))
-    g_rows, beta_rows = (rows(x.float()).contiguous() for x in (g, beta))
     h0 = None if h0 is None else h0.float().contiguous()
-    source = run.Gates(g_rows, beta_rows)
+    source = _gates(g, beta)
     rule = run.prepare(q_rows, k_rows, v_rows, source, chunks, scale)
     h, vn, ht = run.states(rule, v_rows, h0, final=final)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     run.outputs(rule, h, vn, o.view(batch * length, v.shape[2] * v.shape[3]), None)
     saved = TritonChunkSaved(rule, source, h, vn, tuple(v.shape), dtypes, h0 is not None) if save else None
     return o, ht, saved
+
+
+def _gates(g: Tensor, beta: Tensor) -> run.Gates:
+    return run.Gates(*(rows(x.float()).contiguous() for x in (g, beta)))
+
+
+def restored(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    scale: float,
+    cu_seqlens: Tensor | None,
+    kept: Sequence[Tensor],
+    *,
+    has_state: bool,
+) -> TritonChunkSaved:
+    """What `chunk_fwd` returned, from its inputs q, k, v, g, beta and, of it, T, decay sums, beta, h, V' and the chunk
+    index's table and offsets."""
+    q, k, v, g, beta = inputs
+    t, sums, used, h, vn, table, offsets = kept
+    q_rows, k_rows = (rows(x.to(v.dtype)) for x in (q, k))
+    shape = (q_rows.shape[0], v.shape[2], v.shape[3])
+    rule = run.Rule(q_rows, k_rows, shape, t, sums, used, ChunkIndex(table, offsets, starts(q, cu_seqlens)), scale)
+    dtypes = tuple(x.dtype for x in inputs)
+    return TritonChunkSaved(rule, _gates(g, beta), h, vn, tuple(v.shape), dtypes, has_state)
 
 
 def chunk_bwd(
