@@ -183,6 +183,8 @@ def execute(run: Run, cfg: Any, flags: Flags) -> int:
             run.began = True  # after the log was opened
 
         report = dataclasses.asdict(work(cfg, progress))
+        if report.get("already_done"):
+            path = None  # the log is that of the run that did it
         if path is not None:
             listeners[-1]({"event": "done", **report})
     page = page_after(path) if path is not None else None

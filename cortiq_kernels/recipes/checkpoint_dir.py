@@ -104,6 +104,11 @@ class CheckpointDir:
         with contextlib.suppress(OSError):
             self.path.rmdir()
 
+    def sweep(self) -> None:
+        """Remove what a kill left of a checkpoint that does not count, or no longer: our files without a state.json."""
+        if self.path.is_dir() and not (self.path / STATE).exists():
+            self.remove()
+
     def nbytes(self) -> int:
         """Bytes that our files take there, half-written ones too."""
         return sum((self.path / f).stat().st_size for f in self._files())

@@ -26,6 +26,7 @@ from cortiq_kernels.model.hf import check_destination, write_model
 from cortiq_kernels.model.weights import Weights, check_values
 from cortiq_kernels.recipes.checkpoint_dir import CheckpointDir
 from cortiq_kernels.recipes.errors import TrainingFailed
+from cortiq_kernels.recipes.finished import inputs_of, output_is_done, provenance_of
 from cortiq_kernels.recipes.heal_config import HealConfig
 from cortiq_kernels.recipes.heal_loop import Feed, Loop
 from cortiq_kernels.recipes.heal_plan import HealPlan, plan_heal, trained_parameters
@@ -36,7 +37,7 @@ from cortiq_kernels.recipes.logged import Logged
 from cortiq_kernels.recipes.outputs import log_path
 from cortiq_kernels.recipes.prefix import PrefixCache, run_prefix
 from cortiq_kernels.recipes.provenance import provenance
-from cortiq_kernels.recipes.resume import find_checkpoint, identity, output_is_done, rounding
+from cortiq_kernels.recipes.resume import changes, find_checkpoint, identity, rounding
 from cortiq_kernels.recipes.saver import Saver
 from cortiq_kernels.recipes.stopping import shielded, stop_on_signals
 from cortiq_kernels.recipes.target_dir import discard_targets
@@ -65,10 +66,13 @@ class HealReport:
     dtype: str
     peak_device_bytes: int | None
     notes: list[str]
+    already_done: bool = False
+    """the output was there, made by this run, and nothing was done: figures are those of its cortiq.json, times 0"""
 
 
 def run(cfg: HealConfig, progress: Progress = silent) -> HealReport:
-    """Heal `cfg.student` and write `cfg.out`; see the module docstring and spec of `HealConfig`.
+    """Heal `cfg.student` and write `cfg.out`; see the module docstring and spec of `HealConfig`. With `cfg.resume` and
+    an output that this run has made already there is nothing to do, and the report says so.
 
     Events: "plan", "resume", "tick" (phases teacher and prefix), "note", "eval", "step", "skip", "checkpoint", "write".
     Raises ValueError (InputError, ModelError, DataError) before any work for input that cannot be used (a checkpoint of
@@ -83,6 +87,8 @@ def run(cfg: HealConfig, progress: Progress = silent) -> HealReport:
         if plan.teacher is not None:  # the student is loaded only after the teacher has worked, perhaps for hours
             check_values(plan.student, plan.dtype.dtype)
         with locked("heal", cfg.out):
+            if plan.made is not None and provenance_of(cfg.out) == plan.made:
+                return _already(plan, progress)
             done = output_is_done(cfg)  # what another run did since the plan was made
             if not done:
                 check_destination(plan.student.path, cfg.out, 0)
@@ -91,12 +97,55 @@ def run(cfg: HealConfig, progress: Progress = silent) -> HealReport:
             return _run(plan, progress, done)
 
 
+def _already(plan: HealPlan, progress: Progress) -> HealReport:
+    """Nothing to do but to remove what a kill left beside the output. The run log is that of the run that made it."""
+    cfg, made = plan.cfg, plan.made
+    assert made is not None
+    text = f"nothing to resume: {cfg.out} is there already, complete, made by this run"
+    progress({"event": "resume", "step": made["steps"], "of": made["steps"], "lines": 0, "log": None, "text": text})
+    _tidy(cfg)
+    losses = [(int(d), math.nan if loss is None else float(loss)) for d, loss in made["losses"]]
+    return HealReport(
+        out=os.path.realpath(cfg.out),
+        loss_name=made["loss_name"],
+        loss_start=losses[0][1],
+        loss_best=dict(losses)[made["best_step"]],
+        best_step=made["best_step"],
+        steps=made["steps"],
+        skipped=made["skipped"],
+        trained_parameters=trained_parameters(plan.student.geometry, cfg.train, cfg.train_from),
+        seconds_per_step=0.0,
+        tokens_per_second=0.0,
+        teacher_seconds=0.0,
+        seconds=0.0,
+        evaluations=losses,
+        device=made["device"],
+        dtype=made["dtype"],
+        peak_device_bytes=None,
+        notes=[text],
+        already_done=True,
+    )
+
+
+def _tidy(cfg: HealConfig) -> None:
+    """The output is written: checkpoint and targets beside it go."""
+    with shielded():
+        CheckpointDir(cfg.out).remove()
+        discard_targets(cfg)
+
+
 def _run(plan: HealPlan, listener: Progress, output_done: bool) -> HealReport:
     """The work, with the output's lock held."""
     cfg, state, folder = plan.cfg, plan.checkpoint, CheckpointDir(plan.cfg.out)
-    progress = Logged(listener, lines=state["lines"] if state else 0, again=state is not None)
+    progress = Logged(listener, lines=state["lines"] if state else 0)
+    folder.sweep()
     if cfg.resume:
         progress({"event": "resume", **_resumed(plan)})
+    changed = changes(state, backend.describe(plan.device.device)) if state else None
+    notes = [f"resumed {changed}"] if changed else []
+    for note in notes:  # the log says it, too
+        progress({"event": "note", "text": note})
+    progress.again = state is not None
     progress({"event": "plan", **plan.describe()})
     for note in plan.notes:
         progress({"event": "note", "text": note})
@@ -116,6 +165,7 @@ def _run(plan: HealPlan, listener: Progress, output_done: bool) -> HealReport:
         known = {
             "identity": identity(plan),
             "log": _log(cfg),
+            "versions": backend.versions(),
             "prefix": rounding(plan.prefix, plan.dtype.dtype),
             "teacher_seconds": teacher_seconds,
         }
@@ -138,17 +188,13 @@ def _run(plan: HealPlan, listener: Progress, output_done: bool) -> HealReport:
         origin = _provenance(plan, report)
         loop.save(origin)
     loop.best.restore(weights)
-    notes: list[str] = []
     progress({"event": "write", "out": str(cfg.out)})
-    if not output_done:
-        notes = _write(plan, weights, origin)
-    with shielded():
-        folder.remove()
-        discard_targets(cfg)
-    for note in notes:  # such as what became of declared MTP layers
+    written = [] if output_done else _write(plan, weights, origin)
+    _tidy(cfg)
+    for note in written:  # such as what became of declared MTP layers
         progress({"event": "note", "text": note})
     return dataclasses.replace(
-        report, out=os.path.realpath(cfg.out), seconds=saver.seconds, notes=[*plan.notes, *notes]
+        report, out=os.path.realpath(cfg.out), seconds=saver.seconds, notes=[*plan.notes, *notes, *written]
     )
 
 
@@ -161,9 +207,6 @@ def _resumed(plan: HealPlan) -> dict[str, Any]:
     text = f"going on after step {state['step']} of {state['of']} (checkpoint of {state['written']})"
     if state["provenance"] is not None:
         text = f"training was over: the output is written from the checkpoint of {state['written']}"
-    here = backend.describe(plan.device.device)
-    if here != state["device"]:
-        text += f"; on {here}, where it was {state['device']}: results differ by rounding"
     return {"step": state["step"], "of": state["of"], "lines": state["lines"], "log": state["log"], "text": text}
 
 
@@ -237,6 +280,7 @@ def _provenance(plan: HealPlan, report: HealReport) -> dict[str, Any]:
         model=plan.student,
         data_hash=plan.dataset.data_hash,
         teacher=str(teacher.path) if teacher else None,
+        inputs=inputs_of(plan),
         loss_name=report.loss_name,
         steps=report.steps,
         best_step=report.best_step,

@@ -17,13 +17,14 @@ from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.hf import ModelDir, check_destination, open_model
 from cortiq_kernels.recipes.checkpoint_place import checkpoint_path
 from cortiq_kernels.recipes.errors import need
+from cortiq_kernels.recipes.finished import check_same_run, made_output, output_is_done
 from cortiq_kernels.recipes.heal_config import HealConfig
 from cortiq_kernels.recipes.heal_memory import heal_memory
 from cortiq_kernels.recipes.inputs import Joined, check_same_tokens, geometry_summary, layer_parameters, load_for
 from cortiq_kernels.recipes.memory import check_fits
 from cortiq_kernels.recipes.outputs import check_files
 from cortiq_kernels.recipes.prefix import PrefixPlan, plan_prefix
-from cortiq_kernels.recipes.resume import check_room, find_checkpoint, output_is_done, same_prefix
+from cortiq_kernels.recipes.resume import check_room, find_checkpoint, same_prefix
 from cortiq_kernels.recipes.schedule import total_steps
 from cortiq_kernels.recipes.settings import LARGEST
 from cortiq_kernels.recipes.target_dir import check_target_directory, held_bytes, target_directory
@@ -39,7 +40,7 @@ HOST_SHARE = 0.3  # of the host memory available, for the prefix cache, and agai
 class HealPlan:
     """Opened inputs and decisions. `per_epoch` is steps a pass (the last one may have fewer micro-batches), `steps`
     is T, `rows` the scored rows of each of `batches`, `target_room` the host bytes that targets may take in memory,
-    `checkpoint` the state of an earlier run to go on from.
+    `checkpoint` the state of an earlier run to go on from, `made` the provenance of an output that is there already.
     """
 
     cfg: HealConfig
@@ -58,6 +59,7 @@ class HealPlan:
     target_room: int
     notes: list[str]
     checkpoint: dict[str, Any] | None = None
+    made: dict[str, Any] | None = None
 
     @property
     def batches(self) -> Joined[Batch]:
@@ -114,6 +116,8 @@ class HealPlan:
         }
 
     def _where_checkpoint(self) -> str:
+        if self.made is not None:
+            return "none: the output is there, made by this run, and nothing is left to do"
         place = f"every {self.cfg.checkpoint_every} in {checkpoint_path(self.cfg.out)}"
         if self.checkpoint is not None:
             return f"goes on after step {self.checkpoint['step']}; {place}"
@@ -139,8 +143,9 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
     dtype = backend.pick_dtype(cfg.dtype, device.device)
     student = open_model(cfg.student)
     g = student.geometry
-    done = output_is_done(cfg)
-    if not done:
+    made = made_output(cfg)
+    there = made is not None or output_is_done(cfg)
+    if not there:
         check_destination(student.path, cfg.out, student.total_bytes(), [cfg.teacher] if cfg.teacher else [])
     check_files("heal", cfg)
     last = g.n_layers - 1
@@ -176,7 +181,7 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
     if teacher is not None:
         need(cfg.topk <= g.vocab, "heal: topk", cfg.topk, f"1 .. {g.vocab} (the vocabulary)", "Set --topk.")
         on_disk = file_bytes(rows, topk)
-        check_target_directory(cfg, on_disk)
+        check_target_directory(cfg, on_disk if made is None else 0)
         if cfg.targets is None:  # they lie beside the output while it is made
             beside = max(0, on_disk - held_bytes(cfg))
     prefix = None
@@ -198,7 +203,10 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
         f"best weights, targets and prefix cache of {size(memory['host_least'])}",
         f"at most the {size(memory['host_free'])} that are free", "Train fewer layers: --train-from, or --train mlp.",
     )  # fmt: skip
-    if not done:
+    if made is not None:
+        check_same_run(plan, made)
+        return replace(plan, made=made)
+    if not there:
         check_room(plan, beside)
     state = find_checkpoint(plan)
     return plan if state is None else replace(plan, checkpoint=state, prefix=same_prefix(prefix, state, dtype.dtype))

@@ -8,24 +8,19 @@ not, and the refusal names the first setting that differs, with both values. Dir
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cortiq_kernels import backend
 from cortiq_kernels.model.hf import ModelDir
-from cortiq_kernels.model.hf_read import CORTIQ
 from cortiq_kernels.model.layout import plan_layout
 from cortiq_kernels.model.weights import acc_dtype
 from cortiq_kernels.recipes.checkpoint_dir import CheckpointDir
 from cortiq_kernels.recipes.errors import need, refuse
 from cortiq_kernels.recipes.fingerprint import fingerprint
-from cortiq_kernels.recipes.heal_config import HealConfig
 from cortiq_kernels.recipes.interval import parse_interval
 from cortiq_kernels.recipes.prefix import PrefixPlan
 from cortiq_kernels.recipes.provenance import RUN_SETTINGS, settings
@@ -60,30 +55,34 @@ def find_checkpoint(plan: HealPlan) -> dict[str, Any] | None:
             f"{state['of']})", "none", "Add --resume to go on with it, or delete that directory to start afresh.",
         )  # fmt: skip
     now = identity(plan)
-    for name in [*now, *(k for k in state["identity"] if k not in now)]:
-        ours, theirs = now.get(name), state["identity"].get(name)
-        if _content(ours) != _content(theirs):
-            raise refuse(
-                f"heal: {name}", _words(ours), f"{_words(theirs)}, as in the checkpoint {str(folder.path)!r}",
-                "Give the settings of the run that is to go on, or delete that directory to start afresh.",
-            )  # fmt: skip
+    name = difference(now, state["identity"])
+    if name is not None:
+        raise refuse(
+            f"heal: {name}", words(now.get(name)),
+            f"{words(state['identity'].get(name))}, as in the checkpoint {str(folder.path)!r}",
+            "Give the settings of the run that is to go on, or delete that directory to start afresh.",
+        )  # fmt: skip
     return state
 
 
-def output_is_done(cfg: HealConfig) -> bool:
-    """Whether the output is there, written by the run whose checkpoint is still there too: the run was killed between
-    the two. Only looked at with `resume`.
+def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """The first setting of an `identity` in which two differ, where things lie apart; None when they are the same."""
+    for name in [*ours, *(k for k in theirs if k not in ours)]:
+        if _content(ours.get(name)) != _content(theirs.get(name)):
+            return name
+    return None
+
+
+def changes(state: Mapping[str, Any], device: str) -> str | None:
+    """What is not as it was when the checkpoint was written, and may change results by rounding, in words: the device
+    and the versions. None for nothing.
     """
-    if not cfg.resume:
-        return False
-    state = CheckpointDir(cfg.out).read()
-    if state is None or state["provenance"] is None:
-        return False
-    try:
-        found = json.loads((Path(os.path.realpath(cfg.out)) / CORTIQ).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and found.get("provenance") == state["provenance"]
+    found = [] if device == state["device"] else [f"on {device}, where it was {state['device']}"]
+    now, before = backend.versions(), state.get("versions") or {}
+    for name in now:
+        if name in before and now[name] != before[name]:
+            found.append(f"with {name} {now[name]}, where it was {before[name]}")
+    return "; ".join(found) + ": results differ by rounding" if found else None
 
 
 def checkpoint_bytes(plan: HealPlan) -> int:
@@ -147,7 +146,7 @@ def _content(value: Any) -> Any:
     return {k: v for k, v in value.items() if k != "path"} if isinstance(value, dict) else value
 
 
-def _words(value: Any) -> str:
+def words(value: Any) -> str:
     """A setting for people."""
     if isinstance(value, dict):
         hashes = ", ".join(f"{k} {v[:12]}" for k, v in value.items() if k != "path")

@@ -104,11 +104,14 @@ def heal_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
     else:
         head = f"healed: held-out {loss} {number(r['loss_start'])} -> {number(r['loss_best'])} (best at {last}, "
         head += f"{count(r['trained_parameters'])} weights trained)"
+    models = [str(p) for p in (cfg.teacher, cfg.student) if p] + [r["out"]]
+    score = f"next: {command('score', '--models', *models, '--data', str(cfg.data))}"
+    if r.get("already_done"):
+        return [f"already done: {head}", f"{r['out']} is as it was; {score}"]
     speed = f"{r['seconds_per_step']:.2f} s/step, {r['tokens_per_second']:,.0f} tokens/s, "
     speed += f"teacher {seconds(r['teacher_seconds'])}, {seconds(r['seconds'])} in all"
     speed += f", {r['skipped']} steps skipped" if r["skipped"] else ""
-    models = [str(p) for p in (cfg.teacher, cfg.student) if p] + [r["out"]]
-    return [head, speed, f"wrote {r['out']}; next: {command('score', '--models', *models, '--data', str(cfg.data))}"]
+    return [head, speed, f"wrote {r['out']}; {score}"]
 
 
 def fold_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
