@@ -17,10 +17,10 @@ from cortiq_kernels.ops.attention import attention_mixer_bwd
 from cortiq_kernels.ops.embedding import embedding_bwd
 from cortiq_kernels.ops.gated_delta import gdn_mixer_bwd
 from cortiq_kernels.ops.linear import linear_bwd_w, linear_bwd_x
-from cortiq_kernels.ops.rms_norm import add_rms_norm_bwd
+from cortiq_kernels.ops.rms_norm import add_rms_norm_bwd, add_rms_norm_fwd
 from cortiq_kernels.ops.swiglu import swiglu_mlp_bwd
 from cortiq_kernels.step.buffers import Buffers, LayerSlots, cut, mixer_widths
-from cortiq_kernels.step.forward import Sequences, attn_dims, gdn_dims, mixer_out
+from cortiq_kernels.step.forward import Sequences, attn_dims, gdn_dims, mixer_in, mixer_out
 
 
 def backward(
@@ -81,6 +81,8 @@ def layer_backward(
         accumulate=accumulate,
     )
     weight_grad(w, at + "down", dx, act, accumulate)
+    if w.grad(at + "gate_up") is not None:
+        add_rms_norm_fwd(s.x_mlp, None, w[at + "post_norm"], g.eps, out=s.n_mlp)
     weight_grad(w, at + "gate_up", dgate_up, s.n_mlp, accumulate)
     dn = linear_bwd_x(dgate_up, w[at + "gate_up"], out=buf.dn)
     add_rms_norm_bwd(
@@ -89,10 +91,12 @@ def layer_backward(
 
     p, o = mixer_widths(g, i)
     out_name = at + mixer_out(g, i)
-    weight_grad(w, out_name, dx, s.mix, accumulate)
     dmix = linear_bwd_x(dx, w[out_name], out=cut(buf.dmix, o))
+    if w.grad(at + mixer_in(g, i)) is not None:
+        add_rms_norm_fwd(s.x_mix, None, w[at + "input_norm"], g.eps, out=s.n_mix)
     mix_backward = gdn_backward if g.layer_types[i] == "linear_attention" else attn_backward
     dn = mix_backward(w, s, at, dmix, cut(buf.dproj, p), buf.dn, seqs, accumulate)
+    weight_grad(w, out_name, dx, s.mix, accumulate)
     add_rms_norm_bwd(
         dn, s.norm_mix, w[at + "input_norm"], dx=dx, dweight=w.grad(at + "input_norm"), accumulate=accumulate
     )
@@ -101,7 +105,7 @@ def layer_backward(
 def gdn_backward(
     w: Weights, s: LayerSlots, at: str, dmix: Tensor, dproj: Tensor, dn: Tensor, seqs: Sequences, accumulate: bool
 ) -> Tensor:
-    """dmix [N, O] -> gradient of the normed input, in `dn`; the mixer's and the projection's gradients."""
+    """dmix [N, O] -> gradient of the normed input, in `dn`; the mixer's and the projection's gradients; s.mix again."""
     gdn_mixer_bwd(
         dmix,
         s.mixer,
@@ -118,6 +122,7 @@ def gdn_backward(
         dA_log=w.grad(at + "A_log"),
         ddt_bias=w.grad(at + "dt_bias"),
         dnorm=w.grad(at + "gdn_norm"),
+        out=s.mix if w.grad(at + "out_proj") is not None else None,
         accumulate=accumulate,
         index=seqs.index,
     )

@@ -6,16 +6,16 @@ activations are kept holds, in the working dtype:
     | slot    | shape   | written by                              | read in the backward by           |
     |---------|---------|-----------------------------------------|-----------------------------------|
     | x_mix   | [N, H]  | add_rms_norm before the mixer           | add_rms_norm_bwd                  |
-    | n_mix   | [N, H]  | the same                                | dW of the input projection        |
     | proj    | [N, P]  | input projection                        | mixer backward                    |
-    | mix     | [N, O]  | mixer                                   | dW of the output projection       |
+    | mix     | [N, O]  | mixer (attention only)                  | dW of the output projection       |
     | x_mlp   | [N, H]  | add_rms_norm before the MLP             | add_rms_norm_bwd                  |
-    | n_mlp   | [N, H]  | the same                                | dW of gate/up                     |
     | gate_up | [N, 2F] | gate/up projection                      | SwiGLU backward (act is recomputed) |
 
-that is N * (4H + P + O + 2F) elements a layer, and what each mixer says it saves. Layers that are not kept (frozen
-ones, and all of them in an evaluation) share one such set. Scratch of any layer: r [N, H] (a branch's output), act [N,
-F], and the gradients dx, dn [N, H], dact [N, F], dgate_up [N, 2F], dproj [N, P], dmix [N, O].
+that is N * (2H + P + 2F) elements a layer, O more for attention, and what each mixer says it saves. What a pass over
+memory brings back is not kept, and lies in slots that all layers share: n_mix and n_mlp [N, H], the norms' outputs, and
+mix of Gated DeltaNet, which its backward makes on the way. Layers that are not kept (frozen ones, and all of them in an
+evaluation) share one whole set. Scratch of any layer: r [N, H] (a branch's output), act [N, F], and the gradients dx,
+dn [N, H], dact [N, F], dgate_up [N, 2F], dproj [N, P], dmix [N, O].
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ class Buffers:
         self.final_norm: Any = None
         if self.save_from is not None:
             for i in range(max(self.save_from, self.first), g.n_layers):
-                p, o = mixer_widths(g, i)
-                self.kept[i] = self._slots(p, o, g.intermediate[i])
+                self.kept[i] = self._kept(i)
             self.dx, self.dn, self.dhidden = self._new(g.hidden), self._new(g.hidden), self._new(g.hidden)
             self.dact, self.dgate_up = self._new(f_max), self._new(2 * f_max)
             self.dproj, self.dmix = self._new(p_max), self._new(o_max)
@@ -95,6 +94,14 @@ class Buffers:
             self._new(h), self._new(h), self._new(p), self._new(o), self._new(h), self._new(h), self._new(2 * f)
         )
 
+    def _kept(self, layer: int) -> LayerSlots:
+        """A layer's own slots; those that the backward fills again are the shared ones."""
+        g, s, h = self.geometry, self._shared, self.geometry.hidden
+        p, o = mixer_widths(g, layer)
+        mix = cut(s.mix, o) if g.layer_types[layer] == "linear_attention" else self._new(o)
+        up = self._new(2 * g.intermediate[layer])
+        return LayerSlots(self._new(h), s.n_mix, self._new(p), mix, self._new(h), s.n_mlp, up)
+
     def slots(self, layer: int, save: bool) -> LayerSlots:
         """The slots a layer writes: its own when kept and `save`, else the shared ones, cut to the layer's widths."""
         if save and layer in self.kept:
@@ -106,8 +113,11 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         own = [t for t in vars(self).values() if isinstance(t, Tensor)]
-        for s in (self._shared, *self.kept.values()):
-            own += [s.x_mix, s.n_mix, s.proj, s.mix, s.x_mlp, s.n_mlp, s.gate_up]
+        s = self._shared
+        own += [s.x_mix, s.n_mix, s.proj, s.mix, s.x_mlp, s.n_mlp, s.gate_up]
+        for i, s in self.kept.items():
+            own += [s.x_mix, s.proj, s.x_mlp, s.gate_up]
+            own += [s.mix] if self.geometry.layer_types[i] != "linear_attention" else []
         return sum(t.numel() * t.element_size() for t in own)
 
 

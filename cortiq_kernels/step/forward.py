@@ -15,7 +15,7 @@ from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.ops.attention import AttnDims, attention_mixer_fwd, rope_table
 from cortiq_kernels.ops.embedding import embedding_fwd
-from cortiq_kernels.ops.gated_delta import GdnDims, gdn_mixer_fwd
+from cortiq_kernels.ops.gated_delta import ChunkIndex, GdnDims, chunk_index, gdn_mixer_fwd
 from cortiq_kernels.ops.linear import linear_fwd
 from cortiq_kernels.ops.rms_norm import add_rms_norm_fwd
 from cortiq_kernels.ops.sequences import SeqIndex, sequence_index
@@ -32,10 +32,12 @@ class Sequences:
     index: SeqIndex
     cos: Tensor  # [max_seqlen, rot / 2]
     sin: Tensor  # [max_seqlen, rot / 2]
+    chunks: ChunkIndex | None = None  # of the Gated DeltaNet kernels, on a GPU
 
     @classmethod
     def build(cls, g: Geometry, cu_seqlens: Tensor, max_seqlen: int, n: int, rope: tuple[Tensor, Tensor]) -> Sequences:
-        return cls(cu_seqlens, max_seqlen, sequence_index(cu_seqlens, n), *rope)
+        chunks = chunk_index(cu_seqlens, n) if cu_seqlens.is_cuda else None
+        return cls(cu_seqlens, max_seqlen, sequence_index(cu_seqlens, n), *rope, chunks)
 
 
 def rope_for(w: Weights, max_seqlen: int) -> tuple[Tensor, Tensor]:
@@ -146,6 +148,7 @@ def gdn_forward(w: Weights, s: LayerSlots, at: str, n: Tensor, seqs: Sequences, 
         out=s.mix,
         save=save,
         index=seqs.index,
+        chunks=seqs.chunks,
     )
 
 
@@ -166,6 +169,11 @@ def attn_forward(w: Weights, s: LayerSlots, at: str, n: Tensor, seqs: Sequences,
         save=save,
         index=seqs.index,
     )
+
+
+def mixer_in(g: Geometry, layer: int) -> str:
+    """Name of the projection from the normed residual stream into the mixer."""
+    return "in_proj" if g.layer_types[layer] == "linear_attention" else "qkv_proj"
 
 
 def mixer_out(g: Geometry, layer: int) -> str:

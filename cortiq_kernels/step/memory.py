@@ -22,6 +22,7 @@ import torch
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.weights import acc_dtype
 from cortiq_kernels.ops.attention import BLOCK_Q
+from cortiq_kernels.ops.gated_delta.layout import CHUNK, unfit_for_kernels
 from cortiq_kernels.ops.topk_kl import CHUNK_ROWS
 from cortiq_kernels.step.buffers import Buffers
 
@@ -79,11 +80,14 @@ def mixer_saved(g: Geometry, layer: int, n: int, window: int, dtype: torch.dtype
     """Bytes that a mixer's forward keeps for its backward, the caller's projection not counted.
 
     Attention: o before the gate, and the log-sum-exp. Gated DeltaNet, per value head: the states that enter each chunk
-    and the last one, T, V' and o, in the accumulation dtype, windows padded to whole chunks.
+    and the last one, T, V' and o, in the accumulation dtype, windows padded to whole chunks; its kernels keep states, T
+    and V' in the working dtype, decay sums and beta in f32.
     """
     acc = acc_dtype(dtype).itemsize
     if g.is_full(layer):
         return n * g.nq * (g.hd * dtype.itemsize + acc)
+    if gdn_kernels(g, dtype, device):
+        return g.nv * (_kernel_states(g, n, window) + n * (CHUNK + g.dv)) * dtype.itemsize + 8 * n * g.nv
     chunk = gdn_chunk(window, device)
     chunks = -(-window // chunk) * (n // window)
     states = (chunks + n // window) * g.dk * g.dv
@@ -101,7 +105,15 @@ def layer_workspace(
     if g.is_full(layer):
         q, kv = g.nq * g.hd, g.nkv * g.hd
         scores = 2.5 * g.nq * min(BLOCK_Q.get(device, BLOCK_Q["cpu"]), window)
-        mixer = acc * n * ((5 * q + 4 * kv if backward else 2.5 * q + 3 * kv) + scores)
+        mixer: float = acc * n * ((5 * q + 4 * kv if backward else 2.5 * q + 3 * kv) + scores)
+    elif gdn_kernels(g, dtype, device):
+        keys, v, group = 2 * g.nk * g.dk, g.nv * g.dv, g.nv // g.nk
+        states = g.nv * _kernel_states(g, n, window)
+        if backward:
+            sums = 8 * g.nk * (n + n // window * CHUNK) * g.dk if group > 1 else 0  # f32 dq and dk of the heads so far
+            mixer = dtype.itemsize * (n * (2 * keys + 3 * v) + states) + 8 * n * g.nv + sums
+        else:
+            mixer = dtype.itemsize * n * (keys + v) + mixer_saved(g, layer, n, window, dtype, device)
     else:
         chunk = gdn_chunk(window, device)
         conv, v = 2 * g.nk * g.dk + g.nv * g.dv, g.nv * g.dv
@@ -130,6 +142,16 @@ def slab_elements(vocab: int, rows: int, device: str) -> int:
     """Logits that are alive at a time."""
     most = CHUNK_ROWS if device == "cuda" else max(1, _CPU_SLAB // vocab)
     return min(rows, most) * vocab
+
+
+def gdn_kernels(g: Geometry, dtype: torch.dtype, device: str) -> bool:
+    """Whether Gated DeltaNet runs on its kernels there."""
+    return device == "cuda" and dtype != torch.float64 and not unfit_for_kernels(dtype, g.dk, g.dv)
+
+
+def _kernel_states(g: Geometry, n: int, window: int) -> int:
+    """Elements of the states that enter the chunks, of one head, with one sequence a window (each more adds one)."""
+    return (n // CHUNK + n // window) * g.dk * g.dv
 
 
 def gdn_chunk(window: int, device: str) -> int:

@@ -118,9 +118,9 @@ def local_kernel(
     dout_ptr += wide_h * dout_head
     VW: tl.constexpr = DV if BV > DV else BV  # BV divides DV or is its padded size
     if NORM:
-        # BV value channels at a time, in two passes, the second of which makes o again and reads z and dout again: kept
-        # in between they would take the registers of a second program on the SM, and only that hides the loads. Run-time
-        # loops, because the compiler would merge the passes of unrolled ones.
+        # BV value channels at a time, in two passes, the second of which makes o again and reads z and dout again:
+        # kept in between they would take the registers of a second program on the SM, and only that hides the loads.
+        # Run-time loops, because the compiler would merge the passes of unrolled ones.
         state = h_ptr + (wide_i * HV + h) * DK * DV
         vn_ptr += heads
         z_ptr += h * DV

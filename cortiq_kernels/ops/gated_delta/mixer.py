@@ -258,7 +258,7 @@ def gdn_mixer_bwd(
     if dnorm is not None:
         _write(dnorm, (gated * u_tokens).sum((0, 1, 2)), accumulate)
     if out is not None:
-        out.view(shape).copy_(u_tokens * norm_weight * F.silu(z))
+        out.view(shape).copy_((u_tokens * F.silu(z)).mul_(norm_weight))
     dz = torch.ops.aten.silu_backward((u_tokens * dn).mul_(norm_weight), z)
     dproj[:, dims.z].view(shape).copy_(dz)
     du = to_chunks(gated.mul_(norm_weight), chunk)

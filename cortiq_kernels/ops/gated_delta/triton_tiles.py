@@ -24,7 +24,9 @@ def chunk_at(table_ptr, i):
 
 @triton.jit
 def load_rows(ptr, tok, r, mask, stride, D: tl.constexpr, PAD: tl.constexpr):
-    """Rows tok + r (tok int64, r [R] int32) of a matrix with unit column stride, [R, PAD]: 0 where masked and from column D on.
+    """Rows tok + r (tok int64, r [R] int32) of a matrix with unit column stride, [R, PAD].
+
+    0 where masked, and from column D on where D < PAD.
 
     Offsets from the first row are 32-bit: 64-bit ones of every tile at once cost more registers than the tiles.
     """
