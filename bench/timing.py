@@ -1,6 +1,6 @@
 """How long a call takes: median, 20th and 80th percentile.
 
-- GPU, a call of 0.5 ms or more: a pair of device events around each call, all queued before the first is read.
+- GPU, a call of 5 ms or more: a pair of device events around each call, all queued before the first is read.
 - GPU, shorter: calls are captured into a CUDA graph that runs for about 2 ms, replays are timed and divided by the
   number of calls; otherwise the host's launch time is what one measures. A call that cannot be captured is timed by
   events, and the row says so.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-GRAPH_BELOW_MS = 0.5
+GRAPH_BELOW_MS = 5.0  # a call of a dozen kernels takes the host about half a millisecond to launch
 GRAPH_TARGET_MS = 2.0
 BUDGET_MS = 1500.0
 REPEATS = (5, 50)  # least and most measurements of one call

@@ -1,10 +1,11 @@
 """Choose launch configurations on this GPU: `python -m bench.tune [--heads 16/16 16/32] [--size 128] [--write FILE]`.
 
 Every kernel of the gated delta rule is timed alone, by CUDA-graph replay, on the inputs that the forward and backward
-give it, once for every candidate below. Loops are pipelined in every candidate: one stage of some shapes reads shared memory out of range with Triton
-3.6 (found by compute-sanitizer). A candidate that does not compile, does not fit, or whose results differ from
-the shipped configuration's by more than rounding is left out, and the table says so. The choice is the least sum over
-the head counts asked for. `--write` puts it into a file for `cortiq_kernels/ops/configs/`.
+give it, once for every candidate below. Loops are pipelined in every candidate: with one stage, some shapes read shared
+memory out of range under Triton 3.6 (found by compute-sanitizer). A candidate that does not compile, does not fit, or
+whose results differ from the shipped configuration's by more than rounding is left out, and the table says so. The
+choice is the least sum over the head counts asked for.
+`--write` puts it into a file for `cortiq_kernels/ops/configs/`.
 """
 
 from __future__ import annotations

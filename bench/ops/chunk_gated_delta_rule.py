@@ -83,9 +83,16 @@ def transformers(t: Inputs, sizes: Sizes) -> Calls:
     return through_autograd(lambda *a: torch_chunk_gated_delta_rule(*a)[0], [q, k, t["v"], t["g"], t["beta"]], t["do"])
 
 
+def shapes() -> dict[str, Sizes]:
+    """The published geometries, and one sequence of 32,768 tokens."""
+    found = by_geometry(lambda g: {"nk": g.nk, "nv": g.nv, "dk": g.dk, "dv": g.dv})
+    found["4B long"] = {**found["4B"], "n": 32768, "window": 32768}
+    return dict(found)
+
+
 ENTRY = Op(
     name="chunk_gated_delta_rule",
-    shapes=by_geometry(lambda g: {"nk": g.nk, "nv": g.nv, "dk": g.dk, "dv": g.dv}),
+    shapes=shapes(),
     gate={"n": 194, "window": 97},
     inputs=inputs,
     calls=calls,

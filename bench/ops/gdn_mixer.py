@@ -11,7 +11,8 @@ from torch import Tensor
 from bench.geometries import by_geometry
 from bench.peers import through_autograd
 from bench.registry import Calls, Inputs, Op, Results, Sizes, Work, acc_dtype, blank, normal, starts
-from cortiq_kernels.ops.gated_delta import GdnDims, gdn_mixer_bwd, gdn_mixer_fwd, gdn_mixer_ref
+from cortiq_kernels.ops.gated_delta import GdnDims, chunk_index, gdn_mixer_bwd, gdn_mixer_fwd, gdn_mixer_ref
+from cortiq_kernels.ops.sequences import sequence_index
 
 EPS = 1e-6
 VECTORS = ("conv_weight", "A_log", "dt_bias", "norm_weight")
@@ -45,15 +46,17 @@ def calls(t: Inputs, sizes: Sizes) -> Calls:
     }
     common: dict[str, Any] = {"dims": dims_of(sizes), "cu_seqlens": t["cu_seqlens"], "max_seqlen": sizes["window"]}
     common["eps"] = EPS
-    _, saved = gdn_mixer_fwd(proj, conv, a_log, dt_bias, norm, **common)
+    chunks = chunk_index(t["cu_seqlens"], sizes["n"])  # once a batch, as in a step
+    common["index"] = sequence_index(t["cu_seqlens"], sizes["n"])
+    _, saved = gdn_mixer_fwd(proj, conv, a_log, dt_bias, norm, **common, chunks=chunks)
     assert saved is not None
 
     def fwd() -> Results:
-        gdn_mixer_fwd(proj, conv, a_log, dt_bias, norm, **common, out=out)
+        gdn_mixer_fwd(proj, conv, a_log, dt_bias, norm, **common, chunks=chunks, out=out)
         return {"out": out}
 
-    def bwd() -> Results:
-        gdn_mixer_bwd(dout, saved, conv, a_log, dt_bias, norm, **common, dproj=dproj, **grads)
+    def bwd() -> Results:  # as the step calls it: it does not keep the mixer's output
+        gdn_mixer_bwd(dout, saved, conv, a_log, dt_bias, norm, **common, dproj=dproj, out=out, **grads)
         return {"dproj": dproj, **grads}
 
     return {"fwd": fwd, "bwd": bwd}
@@ -73,38 +76,52 @@ def work(sizes: Sizes, dtype: torch.dtype) -> dict[str, Work]:
 
 
 def fla(t: Inputs, sizes: Sizes) -> Calls:
-    """FLA's convolution, chunked rule (FlashQLA's where installed) and gated norm, gates in plain PyTorch."""
+    """FLA's convolution, chunked rule (FlashQLA's where installed) and gated norm, and compiled gates.
+
+    The columns of the projection come apart and contiguous, as from projections of their own.
+    """
     from fla.modules import FusedRMSNormGated
     from fla.modules.causal_conv1d.ops import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    d, window, dtype = dims_of(sizes), sizes["window"], t["proj"].dtype
+    d, dtype = dims_of(sizes), t["proj"].dtype
+    packed = {"cu_seqlens": t["cu_seqlens"].long()} if sizes.get("records") else {}
+    rows = (1, -1) if packed else (-1, sizes["window"])
     norm = FusedRMSNormGated(d.dv, eps=EPS, activation="swish", device=t["proj"].device, dtype=dtype)
-    widths = [2 * d.nk * d.dk + d.nv * d.dv, d.nv * d.dv, d.nv, d.nv]
+    widths = [d.conv_width, d.nv * d.dv, d.nv, d.nv]
+    qkv, z, a, b = (x.contiguous() for x in t["proj"].unflatten(0, rows).split(widths, dim=-1))
 
-    def forward(proj: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, weight: Tensor) -> Tensor:
-        qkv, z, a, b = proj.unflatten(0, (-1, window)).split(widths, dim=-1)
-        x, _ = causal_conv1d(qkv, conv.to(dtype), None, activation="silu")
+    @torch.compile(dynamic=False)
+    def gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        return -a_log.exp() * F.softplus(a.float() + dt_bias), b.sigmoid()
+
+    def forward(
+        qkv: Tensor, z: Tensor, a: Tensor, b: Tensor, conv: Tensor, a_log: Tensor, dt: Tensor, weight: Tensor
+    ) -> Tensor:
+        x, _ = causal_conv1d(qkv, conv, None, activation="silu", **packed)
         q, k, v = x.split([d.nk * d.dk, d.nk * d.dk, d.nv * d.dv], dim=-1)
-        g = -a_log.exp() * F.softplus(a.float() + dt_bias)
-        o, _ = chunk_gated_delta_rule(
-            q.unflatten(-1, (d.nk, d.dk)),
-            k.unflatten(-1, (d.nk, d.dk)),
-            v.unflatten(-1, (d.nv, d.dv)),
-            g,
-            b.sigmoid(),
-            use_qk_l2norm_in_kernel=True,
-        )
-        norm.weight.data.copy_(weight.detach())
-        return norm(o, z.unflatten(-1, (d.nv, d.dv))).reshape(proj.shape[0], -1)
+        g, beta = gates(a, b, a_log, dt)
+        heads = [y.unflatten(-1, (-1, size)) for y, size in ((q, d.dk), (k, d.dk), (v, d.dv))]
+        o, _ = chunk_gated_delta_rule(*heads, g, beta, use_qk_l2norm_in_kernel=True, **packed)
+        norm._parameters["weight"] = weight
+        return norm(o, z.unflatten(-1, (d.nv, d.dv))).reshape(sizes["n"], -1)
 
-    return through_autograd(forward, [t["proj"], *(t[name] for name in VECTORS)], t["dout"])
+    leaves = [qkv, z, a, b, t["conv_weight"].to(dtype), t["A_log"], t["dt_bias"], t["norm_weight"].to(dtype)]
+    return through_autograd(forward, leaves, t["dout"])
+
+
+def shapes() -> dict[str, Sizes]:
+    """The published geometries, and 8 records of uneven length in one window."""
+    found = by_geometry(lambda g: {"nk": g.nk, "nv": g.nv, "dk": g.dk, "dv": g.dv, "conv": g.conv})
+    for name in ("0.8B", "4B"):
+        found[f"{name} records"] = {**found[name], "window": found[name]["n"], "records": 8}
+    return dict(found)
 
 
 ENTRY = Op(
     name="gdn_mixer",
-    shapes=by_geometry(lambda g: {"nk": g.nk, "nv": g.nv, "dk": g.dk, "dv": g.dv, "conv": g.conv}),
-    gate={"n": 192, "window": 96, "packed": 1},
+    shapes=shapes(),
+    gate={"n": 192, "window": 96, "packed": 1, "records": 0},
     inputs=inputs,
     calls=calls,
     reference=reference,

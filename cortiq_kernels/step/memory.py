@@ -102,10 +102,11 @@ def layer_workspace(
     cast = 0 if dtype.itemsize == acc else 1  # 16-bit operands are converted first
     f = g.intermediate[layer]
     mlp = n * f * acc * ((4 + 3 * cast) if backward else (1 + 2 * cast))
+    mixer: float
     if g.is_full(layer):
         q, kv = g.nq * g.hd, g.nkv * g.hd
         scores = 2.5 * g.nq * min(BLOCK_Q.get(device, BLOCK_Q["cpu"]), window)
-        mixer: float = acc * n * ((5 * q + 4 * kv if backward else 2.5 * q + 3 * kv) + scores)
+        mixer = acc * n * ((5 * q + 4 * kv if backward else 2.5 * q + 3 * kv) + scores)
     elif gdn_kernels(g, dtype, device):
         keys, v, group = 2 * g.nk * g.dk, g.nv * g.dv, g.nv // g.nk
         states = g.nv * _kernel_states(g, n, window)
