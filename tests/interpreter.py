@@ -27,6 +27,19 @@ def unfit() -> str:
     return f"triton {triton.__version__}: its interpreter fails with NumPy >= 2.4, 3.7 does not" if old else ""
 
 
+@contextlib.contextmanager
+def strips_of(strips: int, steps: int) -> Iterator[None]:
+    """The mixer's convolution walks `strips` strips of `steps` tokens a program; its own 32 steps take their time here."""
+    from cortiq_kernels.ops import configs
+
+    with contextlib.ExitStack() as stack:
+        for size in (16, 32, 64):
+            for kernel in ("conv", "conv_bwd"):
+                config = {**configs.launch("gated_delta", size, kernel), "STRIPS": strips, "STEPS": steps}
+                stack.enter_context(configs.trying("gated_delta", size, kernel, config))
+        yield
+
+
 def _extent(t: torch.Tensor) -> tuple[int, int]:
     """First byte, and the one past the last, of a tensor's elements: of a column slice not those beside it."""
     last = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))

@@ -6,15 +6,12 @@ strips. The recurrence has its own tests (test_gated_delta_triton.py).
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from gated_delta_cases import EPS, WEIGHTS, empty_like, mixer_case, mixer_close, mixer_run, mixer_truth
-from interpreter import addresses_checked, unfit
+from interpreter import addresses_checked, strips_of, unfit
 from ops_close import bits, same
 
-from cortiq_kernels.ops import configs
 from cortiq_kernels.ops.gated_delta import GdnDims, gdn_mixer_bwd, gdn_mixer_fwd
 from cortiq_kernels.ops.sequences import sequence_index
 
@@ -32,12 +29,7 @@ SMALL = GdnDims(1, 1, 16, 16, 4)
 
 @pytest.fixture
 def quick():
-    """Strips of 4 tokens, 8 of them a program."""
-    with contextlib.ExitStack() as stack:
-        for size in (16, 32, 64):
-            for kernel in ("conv", "conv_bwd"):
-                config = {**configs.launch("gated_delta", size, kernel), "STRIPS": 8, "STEPS": 4}
-                stack.enter_context(configs.trying("gated_delta", size, kernel, config))
+    with strips_of(8, 4):
         yield
 
 
@@ -75,10 +67,7 @@ def test_strips_of_the_convolution(strips, steps, rng):
     """However it is cut, and shorter than its taps: the same bits a token, and the weights' gradient."""
     cu = cuts(0, 1, 8, 9)
     case = mixer_case(rng, SMALL, 9, rates=(0.5, 0.5))
-    with contextlib.ExitStack() as stack:
-        for kernel in ("conv", "conv_bwd"):
-            config = {**configs.launch("gated_delta", 16, kernel), "STRIPS": strips, "STEPS": steps}
-            stack.enter_context(configs.trying("gated_delta", 16, kernel, config))
+    with strips_of(strips, steps):
         got = mixer_run(case, cu, 9)
     want = mixer_truth(case, cu)
     mixer_close(case, got, want, TIGHT)

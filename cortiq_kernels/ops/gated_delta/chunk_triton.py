@@ -45,7 +45,7 @@ def rows(x: Tensor) -> Tensor:
 
 
 def starts(q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """[S+1] int32 starts of the sequences in the packed row: the caller's, or those of q's [B, T, HK, DK] batch rows."""
+    """[S+1] int32 starts of the sequences in the packed row: the caller's, or those of the rows of q [B, T, HK, DK]."""
     if cu_seqlens is not None:
         return cu_seqlens.to(torch.int32).contiguous()
     batch, length = q.shape[:2]
@@ -114,7 +114,8 @@ def chunk_bwd(
     dh, dh0 = run.dstates(rule, made, dht, want_dh0=saved.has_state)
     dq, dk = (torch.empty(n, hk, dk_size, dtype=rule.q.dtype, device=do.device) for _ in range(2))
     parts = run.input_grads(rule, saved.h, saved.vn, dh, made, dq, dk)
-    dv = (made.y * rule.beta[:, :, None]).transpose(0, 1)  # [N, HV, DV]
+    dv = torch.empty(n, hv, dv_size, dtype=saved.dtypes[2], device=do.device)
+    torch.mul(made.y.transpose(0, 1), rule.beta.t()[:, :, None], out=dv)
     dg, dbeta = (torch.empty(n, hv, dtype=torch.float32, device=do.device) for _ in range(2))
     run.gate_grads(rule, parts, saved.source, dg, dbeta)
     grads = (dq, dk, dv, dg, dbeta)
