@@ -140,6 +140,7 @@ def gated_delta_variants(arch: int) -> list[Variant]:
             for width, of in (("BV", dv), ("BK", dk)):  # as triton_run cuts them
                 if name in ("local", "input") and width in launch:
                     launch[width] = triton_run.block(launch[width], of)
+            launch.pop("PROGRAMS", None)  # of the grid
             warps, stages, most = launch.pop("num_warps"), launch.pop("num_stages"), launch.pop("maxnreg", 0)
             types = _types(kernel, dtype, constexprs | launch)
             aligned = tuple(

@@ -109,10 +109,10 @@ def layer_workspace(
         mixer = acc * n * ((5 * q + 4 * kv if backward else 2.5 * q + 3 * kv) + scores)
     elif gdn_kernels(g, dtype, device):
         keys, v, group = 2 * g.nk * g.dk, g.nv * g.dv, g.nv // g.nk
-        states = g.nv * _kernel_states(g, n, window)
         if backward:
+            entering = g.nv * _kernel_states(g, n, window)
             sums = 8 * g.nk * (n + n // window * CHUNK) * g.dk if group > 1 else 0  # f32 dq and dk of the heads so far
-            mixer = dtype.itemsize * (n * (2 * keys + 3 * v) + states) + 8 * n * g.nv + sums
+            mixer = dtype.itemsize * (n * (2 * keys + 3 * v) + entering) + 8 * n * g.nv + sums
         else:
             mixer = dtype.itemsize * n * (keys + v) + mixer_saved(g, layer, n, window, dtype, device)
     else:

@@ -251,54 +251,23 @@ def _masked(s, g, seen, factor):
     return tl.where(seen, s * tl.exp2(tl.where(seen, g[:, None] - g[None, :], 0.0)) * factor, 0.0)
 
 
-@triton.jit(do_not_specialize=["n"])
-def input_kernel(
-    q_ptr,  # [N, HK, DK]
-    k_ptr,  # [N, HK, DK]
-    vn_ptr,  # [HV, N, DV]
-    g_ptr,  # [HV, N] f32
-    beta_ptr,  # [HV, N] f32
-    h_ptr,  # [cap, HV, DK, DV]
-    dh_ptr,  # [cap, HV, DK, DV]
-    do_ptr,  # [HV, N, DV]
-    y_ptr,  # [HV, N, DV]
-    table_ptr,  # [cap, 2] int32
-    part_ptr,  # [cap*HK, 2, C, DK] f32, GROUP > 1 only: sums over the group's heads so far
-    dq_ptr,  # [N, HK, DK] out
-    dk_ptr,  # [N, HK, DK] out
-    dg_ptr,  # [HV, N] f32 out: dG
-    dbeta_ptr,  # [HV, N] f32 out: beta dbeta
-    n,
-    scale,
-    q_stride,
-    q_head,
-    k_stride,
-    k_head,
-    dq_stride,
-    dq_head,
-    HK: tl.constexpr,
-    GROUP: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BK: tl.constexpr,  # key channels at a time
-    VPAD: tl.constexpr,
+@triton.jit
+def _inputs_of_chunk(
+    q_ptr, k_ptr, vn_ptr, g_ptr, beta_ptr, h_ptr, dh_ptr, do_ptr, y_ptr, part_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr,
+    n, scale, q_stride, q_head, k_stride, k_head, dq_stride, dq_head, hk, i, tok, rows, HK: tl.constexpr,
+    GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, VPAD: tl.constexpr,
     STAGES: tl.constexpr,
-):
-    """One program a chunk and key head; loops over the head's GROUP value heads, and for each over key channels."""
+):  # fmt: skip
+    """Chunk i of key head hk; loops over the head's GROUP value heads, and for each over key channels."""
     C: tl.constexpr = 64
     HV: tl.constexpr = HK * GROUP
     KW: tl.constexpr = DK if BK > DK else BK  # BK divides DK or is its padded size
-    program = tl.program_id(0)
-    hk, i = program % HK, program // HK
-    tok, rows = chunk_at(table_ptr, i)
-    if rows == 0:
-        return
     r = tl.arange(0, C)
     mask = r < rows
     i_, j_ = r[:, None], r[None, :]
     q_ptr += hk.to(tl.int64) * q_head
     k_ptr += hk.to(tl.int64) * k_head
-    part_ptr += program.to(tl.int64) * 2 * C * DK
+    part_ptr += tl.program_id(0).to(tl.int64) * 2 * C * DK
     dq_ptr += hk.to(tl.int64) * dq_head
     dk_ptr += hk.to(tl.int64) * dq_head
     dt = k_ptr.dtype.element_ty
@@ -364,3 +333,56 @@ def input_kernel(
         leave = tl.where(r < rows - 1, leave, 0.0)  # the last row's would cancel itself
         dg += tl.where(r == rows - 1, inner * tl.exp2(g_last) + tl.sum(leave), -leave)
         tl.store(dg_ptr + wide_h * n + tok + r, dg, mask=mask)
+
+
+@triton.jit(do_not_specialize=["n", "chunks"])
+def input_kernel(
+    q_ptr,  # [N, HK, DK]
+    k_ptr,  # [N, HK, DK]
+    vn_ptr,  # [HV, N, DV]
+    g_ptr,  # [HV, N] f32
+    beta_ptr,  # [HV, N] f32
+    h_ptr,  # [cap, HV, DK, DV]
+    dh_ptr,  # [cap, HV, DK, DV]
+    do_ptr,  # [HV, N, DV]
+    y_ptr,  # [HV, N, DV]
+    table_ptr,  # [cap, 2] int32
+    part_ptr,  # [programs, 2, C, DK] f32, GROUP > 1 only: sums over the group's heads so far
+    dq_ptr,  # [N, HK, DK] out
+    dk_ptr,  # [N, HK, DK] out
+    dg_ptr,  # [HV, N] f32 out: dG
+    dbeta_ptr,  # [HV, N] f32 out: beta dbeta
+    n,
+    chunks,
+    scale,
+    q_stride,
+    q_head,
+    k_stride,
+    k_head,
+    dq_stride,
+    dq_head,
+    HK: tl.constexpr,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BK: tl.constexpr,  # key channels at a time
+    VPAD: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A chunk and key head after another, for every program.
+
+    With value heads that share keys there are no more programs than run at a time: their partial sums then stay in the
+    L2 cache.
+    """
+    first = tl.program_id(0)
+    # A run-time loop costs registers: with one value head a key head each program has one chunk, known when it is built.
+    for turn in range(tl.cdiv(chunks * HK - first, tl.num_programs(0)) if GROUP > 1 else 1):
+        work = first + turn * tl.num_programs(0)
+        hk, i = work % HK, work // HK
+        tok, rows = chunk_at(table_ptr, i)
+        if rows > 0:
+            _inputs_of_chunk(
+                q_ptr, k_ptr, vn_ptr, g_ptr, beta_ptr, h_ptr, dh_ptr, do_ptr, y_ptr, part_ptr, dq_ptr, dk_ptr, dg_ptr,
+                dbeta_ptr, n, scale, q_stride, q_head, k_stride, k_head, dq_stride, dq_head, hk, i, tok, rows, HK,
+                GROUP, DK, DV, BK, VPAD, STAGES,
+            )  # fmt: skip

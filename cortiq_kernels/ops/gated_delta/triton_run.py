@@ -200,11 +200,12 @@ def input_grads(rule: Rule, h: Tensor, vn: Tensor, dh: Tensor, made: Local, dq: 
     launch["BK"] = block(launch["BK"], size)
     dg, dbeta = (torch.empty(hv, n, dtype=torch.float32, device=dq.device) for _ in range(2))
     shape = {name: value for name, value in rule.shape.items() if name != "HV"}
-    programs = rule.chunks.capacity * hk
+    programs, most = rule.chunks.capacity * hk, launch.pop("PROGRAMS")
+    programs = programs if hv == hk else min(programs, most)
     part = dg if hv == hk else torch.empty(programs, 2, CHUNK, size, dtype=torch.float32, device=dq.device)
     bwd.input_kernel[(programs,)](
         rule.q, rule.k, vn, rule.g, rule.beta, h, dh, made.do, made.y, rule.chunks.table, part, dq, dk, dg, dbeta,
-        n, rule.scale,
+        n, rule.chunks.capacity, rule.scale,
         rule.q.stride(0), rule.q.stride(1), rule.k.stride(0), rule.k.stride(1), dq.stride(0), dq.stride(1),
         HK=hk, **shape, VPAD=rule.vpad, **launch,
     )  # fmt: skip
