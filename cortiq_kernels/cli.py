@@ -169,13 +169,15 @@ def execute(run: Run, cfg: Any, flags: Flags) -> int:
     from cortiq_kernels.report.runlog import RunLog
 
     path = log_path(run.name, cfg)
+    log: RunLog | None = None
     with contextlib.ExitStack() as stack:
         listeners: list[Any] = [] if flags.quiet else [stack.enter_context(view_for(sys.stderr))]
         if path is not None:
             first = {
                 "version": __version__, "recipe": run.name, "settings": settings(cfg), "versions": backend.versions(),
             }  # fmt: skip
-            listeners.append(stack.enter_context(RunLog(path, first)))
+            log = stack.enter_context(RunLog(path, first))
+            listeners.append(log)
 
         def progress(event: Mapping[str, Any]) -> None:
             for listener in listeners:
@@ -187,6 +189,8 @@ def execute(run: Run, cfg: Any, flags: Flags) -> int:
             path = None  # the log is that of the run that did it
         if path is not None:
             listeners[-1]({"event": "done", **report})
+    if log is not None and log.lost:
+        fail(f"note: the last {log.lost} lines of {path} are missing: its disk is full", 0)
     page = page_after(path) if path is not None else None
     if flags.json:
         files = {"log": str(path) if path else None, "page": str(page) if page else None}

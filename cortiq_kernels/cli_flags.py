@@ -114,7 +114,8 @@ def check_flags(name: str, config: type, args: list[str]) -> dict[str, Any]:
         if not values:
             raise refuse(flag_of(field), "no value", "one or more" if listed else "one", "Write it after the flag.")
         if (listed or field == "config") and field in given:
-            raise refuse(flag_of(field), "the flag twice", "it once", "Write all values after one.")
+            fix = "Write all values after one." if listed else "Put all settings into one file."
+            raise refuse(flag_of(field), "the flag twice", "it once", fix)
         if not listed and len(values) > 1:
             fix = "Put a value with spaces in quotes; every other value follows its own flag."
             raise refuse(f"cortiq {name}", repr(values[1]), f"a flag after {flag_of(field)} {values[0]}", fix)

@@ -60,7 +60,7 @@ def _op(op: str, no_gpu: str | None, no_triton: str | None) -> dict[str, Any]:
             cuda, reason = "triton", "Triton kernels"
             change = "float64 tensors take torch, and so does backend='torch'"
             if op in GATED_DELTA:
-                change = f"heads above {MAX_HEAD} ({MAX_HEAD // 2} in float32) take torch, so do float64 tensors"
+                change = f"bf16 and f16 tensors with heads of up to {MAX_HEAD} take them; others may take torch"
     if no_gpu:
         cuda_why = f"no GPU: {no_gpu}"
         change = "a GPU: its tensors take Triton kernels" if op in WITH_KERNELS else change

@@ -120,7 +120,7 @@ def test_values_that_the_data_or_the_machine_cannot_meet(place, flags):
     (["--"], "got '--'"),
     (["--lr", "1", "2"], "got '2'; expected a flag after --lr 1"),
     (["--config"], "--config: got no value"),
-    (["--config", "a", "--config", "b"], "got the flag twice"),
+    (["--config", "a", "--config", "b"], "got the flag twice; expected it once. Put all settings into one file."),
     (["--config", "nowhere.toml"], "o such file"),
     (["--config", "/"], "got a directory; expected a TOML file"),
     (["--config", ""], "--config: got ''; expected a path"),

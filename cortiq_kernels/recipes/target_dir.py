@@ -99,15 +99,25 @@ def open_targets(
     """
     place = target_directory(cfg)
     path = place / f"{key.hex()[:32]}{SUFFIX}"
-    told = False
     made = [p for p in (place, *place.parents) if not p.exists()]  # deepest first
+    try:
+        return _open_targets(path, key, rows, k, made, keep=KEPT if cfg.targets else 1, waiting=waiting)
+    except BaseException:  # a signal included: no empty directories stay
+        _remove_empty(made)
+        raise
+
+
+def _open_targets(
+    path: Path, key: bytes, rows: Sequence[int], k: int, made: list[Path], keep: int, waiting: Callable[[str], None]
+) -> TargetFile:
+    """`open_targets` for a file; `made` are the directories that are new with it."""
+    place, told = path.parent, False
     while True:
         place.mkdir(parents=True, exist_ok=True)
         with _locked(place):
             try:
                 file = TargetFile.open(path, key, rows, k)
             except OSError as e:
-                _remove_empty(made)
                 raise refuse(
                     "heal: targets", f"{e.strerror or e} at {str(path)!r}", f"room for {size(file_bytes(rows, k))}",
                     "Free some space, lower --topk, or set --targets to another disk.",
@@ -115,7 +125,7 @@ def open_targets(
             if _try_lock(file.fd):
                 os.utime(path)
                 file.made = made
-                _forget(place, keep=KEPT if cfg.targets else 1)
+                _forget(place, keep=keep)
                 return file
             file.close()
         if not told:

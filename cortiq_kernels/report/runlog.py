@@ -22,6 +22,7 @@ and resumed is that of one that was not, apart from times.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -30,7 +31,7 @@ import stat
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 UNLOGGED = ("tick", "checkpoint", "resume")
 
@@ -43,6 +44,9 @@ class RunLog:
     """Writes events to `path`. The file is created by the first event, so a refused run leaves none. It is locked until
     `close`: LogError, with the file as it was, where another run writes it (devices and pipes may be shared).
 
+    A disk that is full when the log has begun ends no run: lines wait in memory until there is room again. `lost` says
+    after `close` how many never found it.
+
     Event "resume" (log, lines) goes on with the earlier log when that is the same file: what it holds beyond `lines`
     events was written after the checkpoint and is cut off. Use as a context manager; an instance is a `progress`
     function of a recipe's `run`.
@@ -52,10 +56,12 @@ class RunLog:
         self.path = Path(path)
         self._first = first
         self._again = True  # what was said before belongs into a new file
-        self._file: IO[str] | None = None
+        self._file: BinaryIO | None = None
+        self._waiting = b""
+        self.lost = 0
 
     def __call__(self, event: dict[str, Any]) -> None:
-        """Write one event, on the disk when this returns (bar a crash of the machine)."""
+        """Write one event, on the disk when this returns (bar a crash of the machine, or a disk that is full)."""
         kind = event["event"]
         if kind == "resume":
             self._continue(event)
@@ -65,13 +71,27 @@ class RunLog:
         if not is_logged(event) and not (event.get("again") and self._again and kind not in UNLOGGED):
             return
         if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._open()
+            self._begin()
+        self._line(event)
+
+    def _begin(self) -> None:
+        """A new log with its first line. An error leaves no new file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = not self.path.exists()
+        self._file = self._open()
+        try:
             if self._regular(self._file):
                 self._file.truncate(0)
             if self._first is not None:
                 self._line({"event": "start", **self._first})
-        self._line(event)
+            if self._waiting:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        except OSError:
+            self._file.close()
+            self._file, self._waiting = None, b""
+            if new:
+                self.path.unlink(missing_ok=True)
+            raise
 
     def _continue(self, event: dict[str, Any]) -> None:
         """Go on with the file as it was when the checkpoint was written: its start and `lines` events. A log with fewer
@@ -94,9 +114,9 @@ class RunLog:
         else:
             file.close()
 
-    def _open(self) -> IO[str]:
+    def _open(self) -> BinaryIO:
         """The file, made if need be, for appending; locked where it is a regular file."""
-        file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - see close()
+        file: BinaryIO = open(self.path, "ab", buffering=0)  # noqa: SIM115 - see close()
         try:
             if self._regular(file):
                 fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,7 +131,7 @@ class RunLog:
         return file
 
     @staticmethod
-    def _regular(file: IO[str]) -> bool:
+    def _regular(file: BinaryIO) -> bool:
         return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
 
     def error(self, text: str) -> None:
@@ -122,6 +142,7 @@ class RunLog:
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
+            self.lost, self._waiting = self._waiting.count(b"\n"), b""
             self._file.close()
             self._file = None
 
@@ -142,8 +163,14 @@ class RunLog:
     def _line(self, event: dict[str, Any]) -> None:
         assert self._file is not None
         head = {"event": event["event"], "time": round(time.time(), 3)}
-        self._file.write(json.dumps(finite({**head, **event}), ensure_ascii=False) + "\n")
-        self._file.flush()
+        text = json.dumps(finite({**head, **event}), ensure_ascii=False) + "\n"
+        self._waiting += text.encode("utf-8", "replace")
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) or 0 :]
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
 
 def is_logged(event: dict[str, Any]) -> bool:

@@ -19,6 +19,7 @@ from cortiq_kernels.recipes.errors import InputError
 from cortiq_kernels.recipes.heal_config import HealConfig
 from cortiq_kernels.recipes.heal_targets import obtain_targets
 from cortiq_kernels.recipes.inputs import silent
+from cortiq_kernels.recipes.stopping import Stopped
 from cortiq_kernels.recipes.target_dir import open_targets, target_directory, target_key, unlock
 from cortiq_kernels.recipes.target_file import TargetFile, file_bytes
 from cortiq_kernels.step import Evaluator
@@ -212,6 +213,17 @@ def test_damaged_targets_are_computed_again_and_said(cfg):
     third = dataclasses.replace(cfg, out=cfg.out.with_name("third"))
     events = run(third)
     assert taught(events) > 1 and said(events, "was not whole") and output(third) == output(cfg)
+
+
+def test_a_signal_while_targets_are_opened_leaves_no_directory(cfg, monkeypatch):
+    def stopped(*args):
+        raise Stopped(15)
+
+    monkeypatch.setattr(TargetFile, "open", stopped)
+    deep = dataclasses.replace(cfg, targets=cfg.targets / "a" / "b")
+    with pytest.raises(Stopped):
+        open_targets(deep, KEY, ROWS, K)
+    assert not cfg.targets.exists()
 
 
 def test_the_sets_used_last_stay_and_nothing_else_is_touched(cfg):
