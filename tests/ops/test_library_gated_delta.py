@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -224,6 +225,37 @@ def test_compiles_in_one_graph(dynamic, rng):
             same(a.detach(), b.detach(), 1e-6)
         with torch.no_grad():
             same(compiled(*leaves[:3], tuple(weights), leaves[3], cu, DIMS, n), results[0][0].detach(), 1e-6)
+
+
+@pytest.fixture
+def example():
+    pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    spec = importlib.util.spec_from_file_location("transformers_gdn", ROOT / "examples" / "transformers_gdn.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with torch.random.fork_rng():
+        yield module
+
+
+def test_the_example_agrees_with_transformers(example, capsys):
+    found = example.main()
+    assert set(found) == {"our_rule", "our_mixer"}
+    assert all(0 < off < 1e-3 for off in found.values()), found  # 0 would be transformers' own
+    assert capsys.readouterr().out.count("logits and 56 gradients") == 2
+
+
+def test_the_example_keeps_packed_sequences_apart(example):
+    torch.manual_seed(0)
+    model, tokens = example.tiny_model(), torch.randint(97, (1, 40))
+    position_ids = torch.cat([torch.arange(13), torch.arange(27)])[None]
+    packed = {f"cu_seq_lens_{x}": cuts(0, 13, 40) for x in "qk"} | {f"max_length_{x}": 27 for x in "qk"}
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=x, use_cache=False).logits for x in tokens.split((13, 27), 1)], 1)
+        forward = example.modeling.Qwen3_5GatedDeltaNet.forward
+        with example.our_mixer():
+            together = model(input_ids=tokens, use_cache=False, position_ids=position_ids, **packed).logits
+        assert example.modeling.Qwen3_5GatedDeltaNet.forward is forward
+    same(together, alone, 1e-3)
 
 
 def test_only_importing_it_registers():
