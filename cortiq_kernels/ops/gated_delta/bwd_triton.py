@@ -375,7 +375,7 @@ def input_kernel(
     L2 cache.
     """
     first = tl.program_id(0)
-    # A run-time loop costs registers: with one value head a key head each program has one chunk, known when it is built.
+    # A run-time loop costs registers: with one value head a key head every program has one chunk.
     for turn in range(tl.cdiv(chunks * HK - first, tl.num_programs(0)) if GROUP > 1 else 1):
         work = first + turn * tl.num_programs(0)
         hk, i = work % HK, work // HK

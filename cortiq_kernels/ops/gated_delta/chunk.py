@@ -105,7 +105,7 @@ def chunk_gated_delta_rule_fwd(
     _check_inputs(q, k, v, g, beta, initial_state, cu_seqlens)
     acc = acc_dtype(v.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    unfit = unfit_for_kernels(v.dtype, q.shape[-1], v.shape[-1])
+    unfit = unfit_for_kernels(v.dtype, q.shape[-1], v.shape[-1], gpu=v.is_cuda)
     if use_triton("chunk_gated_delta_rule_fwd", v, backend, unfit):
         from .chunk_triton import chunk_fwd
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 CHUNK = 64  # tokens a chunk
 CHUNK_CPU = 32  # 10 to 30 % faster there than 64 (dk = dv = 32 to 64): no launches to save, fewer operations a token
-MAX_HEAD = 128  # largest head of the Triton kernels; half of it in float32: a program's tiles fill its shared memory
+MAX_HEAD = 128  # largest head of the Triton kernels: a program's tiles fill its shared memory
+MAX_TAPS = 4  # most taps of their convolution, whose last rows lie in registers
 L2_EPS = 1e-6  # inside the root of the q and k norm
 
 
@@ -75,12 +76,16 @@ class Masks(NamedTuple):
     leave: Tensor | None  # [NC, B, 1, C] bool
 
 
-def unfit_for_kernels(dtype: torch.dtype, dk: int, dv: int) -> str:
-    """Why the Triton kernels do not take heads of these sizes; "" when they do."""
-    most = MAX_HEAD // 2 if dtype == torch.float32 else MAX_HEAD
-    if max(dk, dv) <= most:
-        return ""
-    return f"head sizes {dk} and {dv} in {str(dtype).removeprefix('torch.')}; the kernels take up to {most}"
+def unfit_for_kernels(dtype: torch.dtype, dk: int, dv: int, conv: int = 1, *, gpu: bool = True) -> str:
+    """Why the Triton kernels do not take heads of these sizes, or a convolution of `conv` taps; "" when they do.
+
+    `gpu` False: for Triton's interpreter.
+    """
+    if gpu and dtype == torch.float32:
+        return "float32: its products would run without matrix units; the kernels take bfloat16 and float16"
+    if max(dk, dv) > MAX_HEAD:
+        return f"head sizes {dk} and {dv}; the kernels take up to {MAX_HEAD}"
+    return f"a convolution of {conv} taps; the kernels take up to {MAX_TAPS}" if conv > MAX_TAPS else ""
 
 
 def chunk_size(length: int, device: torch.device) -> int:

@@ -30,8 +30,8 @@ acc is float64 for a float64 projection, else float32.  All of it computes in ac
 rounds once, into `out` and `dproj`.  The vector gradients are acc, `=` with accumulate=False and `+=` with True, None
 skips one; plain sums of fixed order, no atomics.
 
-The N tokens fold to rows of max_seqlen: no sequence crosses a multiple of max_seqlen.  Sequences inside a row are kept
-apart by masks, so nothing depends on their number and nothing synchronises with the host.
+In plain torch the N tokens fold to rows of max_seqlen: no sequence crosses a multiple of max_seqlen.  Sequences inside
+a row are kept apart by masks, so nothing depends on their number and nothing synchronises with the host.
 
 A NaN or infinity in a sequence can reach the others of its row (masks multiply by 0); finite values never do, bit for
 bit, as long as nothing computed from them overflows.
@@ -39,6 +39,11 @@ bit, as long as nothing computed from them overflows.
 Kept for the backward: `proj` itself (not a copy: do not overwrite it in between), and in acc, per token and value head,
 the chunk states (dk*dv/C elements), T (C), V' (dv) and o (dv).  In float32 at dk = dv = 128 that is 2.3 KB with C = 64,
 and 3.2 KB with the C = 32 of a CPU.  Everything else (convolution, norms, gates, decays, K K^T, Q K^T) is recomputed.
+
+On a GPU, bfloat16 and float16 with heads up to 128 run on Triton kernels (mixer_triton.py; what they keep is told
+there).  They cut each sequence into chunks of its own, so that its bits do not depend on what it is packed with and
+nothing that it holds, NaN included, reaches another; products take operands in the working dtype (q^, k^, v, V', the
+states, T and the score matrices are rounded to it) and sum in float32, and so does everything between them.
 """
 
 from __future__ import annotations
@@ -142,7 +147,8 @@ def gdn_mixer_fwd(
     if keep not in ("lean", "all"):
         checks.fail(op, "keep", "'lean' or 'all'", repr(keep), "leave it out for the trainer's choice")
     positions = token_positions(op, cu_seqlens, n, index)
-    if use_triton(op, proj, backend, unfit_for_kernels(proj.dtype, dims.dk, dims.dv)):
+    unfit = unfit_for_kernels(proj.dtype, dims.dk, dims.dv, dims.conv, gpu=proj.is_cuda)
+    if use_triton(op, proj, backend, unfit):
         from .mixer_triton import mixer_fwd
 
         target = unit_stride(out)
