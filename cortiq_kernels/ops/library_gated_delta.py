@@ -118,7 +118,8 @@ def _fake_kept(like: Tensor, n: int, hv: int, dk: int, dv: int, sequences: int) 
 
 def _scan_kernels(q: Tensor, v: Tensor, backend: str) -> bool:
     """Whether the forward will take the Triton kernels."""
-    return use_triton("chunk_gated_delta_rule_fwd", v, backend, unfit_for_kernels(v.dtype, q.shape[-1], v.shape[-1]))
+    unfit = unfit_for_kernels(v.dtype, q.shape[-1], v.shape[-1], gpu=v.is_cuda)
+    return use_triton("chunk_gated_delta_rule_fwd", v, backend, unfit)
 
 
 @torch.library.custom_op(
@@ -257,8 +258,9 @@ _scan.register_autograd(_scan_grads, setup_context=_scan_keep)
 # The mixer
 
 
-def _mixer_kernels(proj: Tensor, dk: int, dv: int, backend: str) -> bool:
-    return proj.shape[0] > 0 and use_triton("gdn_mixer_fwd", proj, backend, unfit_for_kernels(proj.dtype, dk, dv))
+def _mixer_kernels(proj: Tensor, dk: int, dv: int, taps: int, backend: str) -> bool:
+    unfit = unfit_for_kernels(proj.dtype, dk, dv, taps, gpu=proj.is_cuda)
+    return proj.shape[0] > 0 and use_triton("gdn_mixer_fwd", proj, backend, unfit)
 
 
 @torch.library.custom_op(
@@ -312,7 +314,7 @@ def _(
     backend: str = "auto",
 ) -> tuple[Tensor, ...]:
     out = proj.new_empty((proj.shape[0], nv * dv))
-    if not (save and _mixer_kernels(proj, dk, dv, backend)):
+    if not (save and _mixer_kernels(proj, dk, dv, conv_weight.shape[-1], backend)):
         return out, *_nothing(proj)
     return out, *_fake_kept(proj, proj.shape[0], nv, dk, dv, cu_seqlens.shape[0] - 1)
 
