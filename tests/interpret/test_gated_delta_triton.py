@@ -17,7 +17,7 @@ from ops_close import bits, same
 
 from cortiq_kernels.ops.gated_delta import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
 from cortiq_kernels.ops.gated_delta.chunks import chunk_index
-from cortiq_kernels.ops.gated_delta.layout import CHUNK
+from cortiq_kernels.ops.gated_delta.layout import CHUNK, unfit_for_kernels
 
 F16, F32, NAN = torch.float16, torch.float32, float("nan")
 
@@ -239,9 +239,11 @@ def test_repeats_bit_for_bit_and_leaves_its_inputs(rng):
 
 
 def test_heads_that_do_not_fit_are_refused(rng):
-    case = scan_case(rng, 1, 2, 1, 1, 65, 16)
-    with pytest.raises(ValueError, match="the kernels take up to 64"):
+    case = scan_case(rng, 1, 2, 1, 1, 129, 16)
+    with pytest.raises(ValueError, match="the kernels take up to 128"):
         scan_run(case)
+    assert "matrix units" in unfit_for_kernels(torch.float32, 64, 64)  # a GPU's; the interpreter takes it
+    assert "5 taps" in unfit_for_kernels(torch.bfloat16, 64, 64, 5) and not unfit_for_kernels(torch.bfloat16, 128, 100)
 
 
 @pytest.mark.parametrize("seed", range(20))
