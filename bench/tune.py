@@ -46,9 +46,9 @@ def candidates(size: int) -> dict[str, list[Config]]:
         "wy": grid(BK=(32, 64, 128), num_warps=(1, 2), **one),
         "state": grid(BV=widths, STAGES=(2, 3), num_warps=(4, 8), **one),
         "output": grid(num_warps=(4, 8), maxnreg=(168, 255), **one),
-        "local": grid(BV=(32, 64), STAGES=(2, 3), num_warps=(4,), maxnreg=(128, 168, 255), **one),
+        "local": grid(BV=(32, 64), STAGES=(2, 3), num_warps=(4,), maxnreg=(168, 255), **one),
         "dstate": grid(BV=widths, STAGES=(2, 3), num_warps=(4, 8), **one),
-        "input": grid(BK=(16, 32, 64), STAGES=(2, 3), num_warps=(4,), **one),
+        "input": grid(BK=(16, 32), STAGES=(2, 3), PROGRAMS=(264, 396), num_warps=(4,), **one),
         "gates_bwd": grid(num_warps=(2, 4, 8), **one),
         "conv_bwd": grid(STRIPS=(2, 4), STEPS=(32, 64), num_warps=(2, 4), **one),
     }
