@@ -29,7 +29,7 @@ def unfit() -> str:
 
 @contextlib.contextmanager
 def strips_of(strips: int, steps: int) -> Iterator[None]:
-    """The mixer's convolution walks `strips` strips of `steps` tokens a program; its own 32 steps take their time here."""
+    """The convolution walks `strips` strips of `steps` tokens a program; its own 32 steps take their time here."""
     from cortiq_kernels.ops import configs
 
     with contextlib.ExitStack() as stack:
