@@ -47,6 +47,7 @@ class Op:
     reference  (inputs, sizes) -> results of the forward, differentiable, in the dtype of the inputs
     grads      result name -> name of the input whose gradient it is
     work       (sizes, dtype) -> least work of each call
+    rounding   how often the working dtype rounds on the way: products take operands in it, and the reference does not
     eager      what the torch eager and torch.compile peers run; None: `reference`, False: there is no such peer
     peers      name -> builder like `calls`, of functions by other people; it may raise (not installed, unsupported)
     """
@@ -59,6 +60,7 @@ class Op:
     reference: Callable[[Inputs, Sizes], Results]
     work: Callable[[Sizes, torch.dtype], dict[str, Work]]
     grads: Mapping[str, str] = field(default_factory=dict)
+    rounding: float = 0.0
     eager: Callable[[Inputs, Sizes], Results] | None | bool = None
     peers: Mapping[str, Callable[[Inputs, Sizes], Calls]] = field(default_factory=dict)
 

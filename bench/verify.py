@@ -3,7 +3,9 @@
     error = max|x - truth| / max|truth|
     bound = max(1.5 * error of the same reference run in the working dtype, eps(result) + 64 * eps(sums)), at most 0.05
 
-So an op may be as inexact as plain PyTorch in the same dtype, and no more: there is no table of tolerances. The second
+So an op may be as inexact as plain PyTorch in the same dtype, and no more: there is no table of tolerances. An entry
+whose reference computes everything in the accumulation dtype says how many roundings to the working dtype its own
+products take (`rounding`): so many eps of it are a third bound. The second
 term (one rounding of the result, and the noise of sums in the accumulation dtype) is for references that happen to be
 exact.
 Integer results must be equal. A NaN or an infinity never passes, wherever it comes from.
@@ -65,19 +67,21 @@ def gate(op: Op, sizes: Sizes, dtype: torch.dtype, device: torch.device, seed: i
             results.update(call())
     except Exception as e:  # whatever an op or its reference raises is this op's red gate, and the others still run
         return Gate(reason=f"{type(e).__name__}: {e}")
+    inside = op.rounding * torch.finfo(dtype).eps
     if missing := sorted(set(truth) - set(results)):
         return Gate(reason=f"no result called {', '.join(missing)}")
-    return Gate(tuple(compare(name, results[name], truth[name], eager[name]) for name in truth))
+    return Gate(tuple(compare(name, results[name], truth[name], eager[name], inside) for name in truth))
 
 
-def compare(name: str, got: Tensor, truth: Tensor, eager: Tensor) -> Check:
-    """The check of one result."""
+def compare(name: str, got: Tensor, truth: Tensor, eager: Tensor, inside: float = 0.0) -> Check:
+    """The check of one result; `inside` is the part of the bound for roundings inside the op."""
     if got.shape != truth.shape:
         return Check(f"{name} (shape {tuple(got.shape)}, not {tuple(truth.shape)})", float("inf"), 0.0)
     if not truth.is_floating_point():
         return Check(name, float((got.long() != truth.long()).sum()), 0.0)
     own = error(eager, truth)
     bound = torch.finfo(got.dtype).eps + SUM_EPS * torch.finfo(acc_dtype(got.dtype)).eps
+    bound = max(bound, inside)
     if own < float("inf"):
         bound = max(bound, FACTOR * own)
     return Check(name, error(got, truth), min(bound, CAP))

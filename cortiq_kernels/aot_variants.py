@@ -123,18 +123,20 @@ def gated_delta_variants(arch: int) -> list[Variant]:
             ),
         ]
         if mixer:
-            span = {"HEADS": 2 * hk + hv, "D": dk, "PAD": kpad, "W": 4}
+            span = {"HEADS": 2 * hk + hv, "D": dk, "PAD": triton_run.power(dk), "W": 4}
             chosen += [
                 (conv_triton.conv_kernel, "conv", span),
                 (conv_triton.conv_bwd_kernel, "conv_bwd", span),
             ]
-        gate_shape = {"HV": hv, "PAD": triton_run.padded(hv), "RAW": mixer}
+        gate_shape = {"HV": hv, "PAD": triton_run.power(hv), "RAW": mixer}
         chosen.append((gates_triton.gates_bwd_kernel, "gates_bwd", gate_shape))
         for kernel, name, constexprs in chosen:
             launch = dict(configs.launch("gated_delta", size, name, arch))
             for width, of in (("BV", dv), ("BK", dk)):  # as triton_run cuts them
-                if name in ("local", "input") and width in launch:
+                if width in launch and name != "wy":
                     launch[width] = triton_run.block(launch[width], of)
+            if name == "local" and not mixer:
+                launch["BV"] = vpad
             launch.pop("PROGRAMS", None)  # of the grid
             warps, stages, most = launch.pop("num_warps"), launch.pop("num_stages"), launch.pop("maxnreg", 0)
             types = _types(kernel, dtype, constexprs | launch)

@@ -99,6 +99,7 @@ ENTRY = Op(
     reference=reference,
     grads={f"d{name}": name for name in NAMES},
     work=work,
+    rounding=2.0,  # q, k, V', states and scores enter the kernels' products in 16 bit
     eager=False,  # the reference is a loop over tokens
     peers={"transformers": transformers, "fla": fla, "flash-qla": flash_qla},
 )

@@ -127,6 +127,7 @@ ENTRY = Op(
     reference=reference,
     grads={"dproj": "proj", **dict(zip(VECTOR_GRADS, VECTORS, strict=True))},
     work=work,
+    rounding=2.0,  # q, k, V', states and scores enter the kernels' products in 16 bit
     eager=False,  # the reference is a loop over tokens
     peers={"fla": fla},
 )

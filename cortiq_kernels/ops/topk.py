@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from cortiq_kernels.ops import checks
-from cortiq_kernels.ops.triton_gate import use_triton
+from cortiq_kernels.ops.triton_gate import launching_on, use_triton
 
 # Elements in flight; the temporaries take about 12 bytes for each.
 _ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
@@ -77,7 +77,8 @@ def topk_softmax(
         from cortiq_kernels.ops import topk_triton
 
         z = logits[:, :vocab]
-        topk_triton.launch(z if z.stride(1) == 1 else z.contiguous(), k, ids, probs, lse, mass)
+        with launching_on(logits):
+            topk_triton.launch(z if z.stride(1) == 1 else z.contiguous(), k, ids, probs, lse, mass)
         return TopK(ids, probs, lse, mass)
     rows = max(1, _ELEMENTS.get(logits.device.type, _ELEMENTS["cpu"]) // vocab)
     for a in range(0, n, rows):

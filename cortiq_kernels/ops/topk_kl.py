@@ -50,7 +50,7 @@ from torch import Tensor
 
 from cortiq_kernels.ops import checks
 from cortiq_kernels.ops.topk_kl_torch import LossOptions, bend_logits, head_topk_kl_torch
-from cortiq_kernels.ops.triton_gate import use_triton
+from cortiq_kernels.ops.triton_gate import launching_on, use_triton
 
 CHUNK_ROWS = 4096
 _ALIGN = 64  # elements: every row of the slab starts on 128 bytes
@@ -234,9 +234,10 @@ def head_topk_kl_fwd_bwd(
             slab = new_slab(wanted, vocab, logits_dtype, hidden.device)
         if not isinstance(grad_scale, Tensor):
             grad_scale = torch.full((), grad_scale, dtype=torch.float64, device=hidden.device)
-        head_topk_kl_slab(
-            hidden, head, topk_ids, topk_probs, weight, row_index, grad_scale=grad_scale, slab=slab, **shared
-        )
+        with launching_on(hidden):
+            head_topk_kl_slab(
+                hidden, head, topk_ids, topk_probs, weight, row_index, grad_scale=grad_scale, slab=slab, **shared
+            )
     else:
         head_topk_kl_torch(
             hidden, head, topk_ids, topk_probs, weight, row_index, grad_scale=grad_scale, chunk_rows=chunk_rows,

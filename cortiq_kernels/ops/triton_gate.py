@@ -3,6 +3,7 @@ runs."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -62,3 +63,8 @@ def use_triton(op: str, x: Tensor, backend: str, unfit: str = "") -> bool:
         return False
     usable_cache()
     return True
+
+
+def launching_on(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Kernels inside run on the GPU of `x`: Triton launches on the current one, whatever its arguments lie on."""
+    return torch.accelerator.device_index(x.device.index) if x.is_cuda else contextlib.nullcontext()

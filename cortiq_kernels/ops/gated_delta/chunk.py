@@ -36,7 +36,7 @@ from torch import Tensor
 from .. import checks
 from ..checks import acc_dtype
 from ..sequences import SeqIndex, check_cu_seqlens, sequence_index
-from ..triton_gate import use_triton
+from ..triton_gate import launching_on, use_triton
 from .core import CoreSaved, core_bwd, core_fwd
 from .layout import causal_masks, chunk_size, from_chunks, to_chunks, unfit_for_kernels
 
@@ -109,7 +109,8 @@ def chunk_gated_delta_rule_fwd(
     if use_triton("chunk_gated_delta_rule_fwd", v, backend, unfit):
         from .chunk_triton import chunk_fwd
 
-        return chunk_fwd(q, k, v, g, beta, scale, initial_state, cu_seqlens, final=output_final_state, save=save)
+        with launching_on(v):
+            return chunk_fwd(q, k, v, g, beta, scale, initial_state, cu_seqlens, final=output_final_state, save=save)
     tokens = tuple(x.to(acc) for x in (q, k, v, g.unsqueeze(-1), beta.unsqueeze(-1)))
     length, index, rows = q.shape[1], None, q.shape[0]
     if cu_seqlens is not None:
@@ -159,7 +160,8 @@ def chunk_gated_delta_rule_bwd(
     if not isinstance(saved, ChunkSaved):
         from .chunk_triton import chunk_bwd
 
-        return chunk_bwd(do, saved, dht)
+        with launching_on(do):
+            return chunk_bwd(do, saved, dht)
     _, rows, _, chunk, _ = saved.v.shape
     index, length, acc = saved.packed, saved.length, saved.v.dtype
     do = do.to(acc)

@@ -57,7 +57,7 @@ from torch import Tensor
 from .. import checks
 from ..checks import acc_dtype
 from ..sequences import SeqIndex, check_cu_seqlens, token_positions
-from ..triton_gate import use_triton
+from ..triton_gate import launching_on, use_triton
 from .chunks import ChunkIndex, chunk_index
 from .conv import causal_conv_bwd, causal_conv_fwd
 from .core import CoreSaved, core_bwd, core_fwd
@@ -152,10 +152,11 @@ def gdn_mixer_fwd(
         from .mixer_triton import mixer_fwd
 
         target = unit_stride(out)
-        saved = mixer_fwd(
-            unit_stride(proj), (conv_weight, A_log, dt_bias, norm_weight), target, dims=dims, positions=positions,
-            chunks=chunks or chunk_index(cu_seqlens, n), eps=eps, save=save, keep_all=keep == "all",
-        )  # fmt: skip
+        with launching_on(proj):
+            saved = mixer_fwd(
+                unit_stride(proj), (conv_weight, A_log, dt_bias, norm_weight), target, dims=dims, positions=positions,
+                chunks=chunks or chunk_index(cu_seqlens, n), eps=eps, save=save, keep_all=keep == "all",
+            )  # fmt: skip
         return (out if target is out else out.copy_(target)), saved
     length = max_seqlen
     positions = positions.view(-1, length)  # [B, T]
@@ -238,7 +239,10 @@ def gdn_mixer_bwd(
         weights = (conv_weight, A_log, dt_bias, norm_weight)
         target = unit_stride(dproj)
         again = None if out is None else unit_stride(out)
-        parts = mixer_bwd(unit_stride(dout), saved, weights, target, dims=dims, positions=positions, eps=eps, out=again)
+        with launching_on(proj):
+            parts = mixer_bwd(
+                unit_stride(dout), saved, weights, target, dims=dims, positions=positions, eps=eps, out=again
+            )
         if target is not dproj:
             dproj.copy_(target)
         if out is not None and again is not None and again is not out:

@@ -67,7 +67,17 @@ class Gates(NamedTuple):
 
 
 def padded(size: int) -> int:
-    """The tile width of a head size: the next power of two, at least 16."""
+    """The tile width of a head size in a product: the next power of two, at least 64.
+
+    Narrower tiles are refused on purpose: a Hopper product with 32 columns (shared memory swizzled by 64 bytes) read
+    out of range in some of Triton 3.6's kernels, now and then (compute-sanitizer: state_kernel, local_kernel); with 64
+    none did.
+    """
+    return max(64, power(size))
+
+
+def power(size: int) -> int:
+    """The tile width of anything else: the next power of two, at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -155,7 +165,7 @@ def local(
     z = rule.g if norm is None else norm.z
     again = dvl if out is None else out
     launch = dict(rule.launch("local"))
-    launch["BV"] = block(launch["BV"], dv)
+    launch["BV"] = block(launch["BV"], dv) if norm is not None else rule.vpad  # o is not made again: one block does
     bwd.local_kernel[(rule.chunks.capacity * hv,)](
         rule.q, rule.k, vn, rule.g, h, z, rule.g if norm is None else norm.weight, dout, rule.chunks.table,
         do, dvl, dvl if dz is None else dz, again, rule.g if dnorm is None else dnorm,
@@ -222,7 +232,7 @@ def gate_grads(rule: Rule, grads: InputGrads, source: Gates, da: Tensor, db: Ten
         grads.dg, grads.dbeta, source.a, rule.beta, source.a_log if raw else rule.g, source.dt if raw else rule.g,
         rule.chunks.table, da, db, parts if raw else rule.g,
         n, source.a.stride(0), da.stride(0),
-        HV=hv, PAD=padded(hv), RAW=raw, **rule.launch("gates_bwd"),
+        HV=hv, PAD=power(hv), RAW=raw, **rule.launch("gates_bwd"),
     )  # fmt: skip
     return parts
 
@@ -246,8 +256,8 @@ def conv_forward(
     wide = dims.nv * dims.dv if values else 0
     y = torch.empty(n, 2 * keys + wide, dtype=proj.dtype, device=proj.device)
     for span in _spans(dims, values):
-        pad = padded(span["D"])
-        launch = configs.launch("gated_delta", pad, "conv")
+        pad = power(span["D"])
+        launch = configs.launch("gated_delta", padded(span["D"]), "conv")
         conv.conv_kernel[(-(-n // (launch["STRIPS"] * launch["STEPS"])) * span["HEADS"],)](
             proj, weight, positions, y, n, dims.dk**-0.5, proj.stride(0), y.stride(0),
             **span, PAD=pad, W=dims.conv, **launch,
@@ -270,6 +280,6 @@ def conv_backward(
         conv.conv_bwd_kernel[(count * span["HEADS"],)](
             proj, weight, positions, dqk, y, beta, dproj, dw, n, dims.dk**-0.5, width,
             proj.stride(0), dproj.stride(0),
-            **span, PAD=padded(span["D"]), W=dims.conv, **launch,
+            **span, PAD=power(span["D"]), W=dims.conv, **launch,
         )  # fmt: skip
     return dw
