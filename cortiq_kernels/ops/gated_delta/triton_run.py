@@ -69,9 +69,9 @@ class Gates(NamedTuple):
 def padded(size: int) -> int:
     """The tile width of a head size in a product: the next power of two, at least 64.
 
-    Narrower tiles are refused on purpose: a Hopper product with 32 columns (shared memory swizzled by 64 bytes) read
-    out of range in some of Triton 3.6's kernels, now and then (compute-sanitizer: state_kernel, local_kernel); with 64
-    none did.
+    Narrower tiles are left out on purpose: a Hopper product with 32 columns (shared memory swizzled by 64 bytes) reads
+    out of range in some kernels of Triton 3.6 and 3.7, now and then (triton#10573, triton#11366; here compute-sanitizer
+    found state_kernel and local_kernel). With 64 columns none did.
     """
     return max(64, power(size))
 
