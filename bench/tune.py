@@ -48,7 +48,7 @@ def candidates(size: int) -> dict[str, list[Config]]:
         "output": grid(num_warps=(4, 8), **one),
         "local": grid(BV=widths, STAGES=(1, 2, 3), num_warps=(4,), **one),
         "dstate": grid(BV=widths, STAGES=(2, 3), num_warps=(4, 8), **one),
-        "input": grid(BK=widths, STAGES=(1, 2), PROGRAMS=(132, 264), num_warps=(4,), **one),
+        "input": grid(BK=widths, STAGES=(1, 2), num_warps=(4,), **one),
         "gates_bwd": grid(num_warps=(2, 4, 8), **one),
         "conv_bwd": grid(STRIPS=(2, 4), STEPS=(32, 64), num_warps=(2, 4), **one),
     }
@@ -73,8 +73,6 @@ def cases(heads: tuple[int, int], size: int, batch: int, window: int, device: to
     source = triton_run.Gates(a, b, a_log, dt)
     norm = triton_run.Norm(proj[:, d.z], weight, 1e-6)
     out, dproj = torch.empty_like(t["dout"]), torch.empty_like(proj)
-    dqk = torch.empty(2 * d.nk, n, d.dk, dtype=proj.dtype, device=device)
-    dq, dk = (dqk[i : i + d.nk].transpose(0, 1) for i in (0, d.nk))
     da, db = dproj[:, d.ab].split(d.nv, dim=1)
 
     q, k, v = triton_run.conv_forward(proj, conv, positions, d)
@@ -82,7 +80,7 @@ def cases(heads: tuple[int, int], size: int, batch: int, window: int, device: to
     h, vn, _ = triton_run.states(rule, v, None, final=False)
     made = triton_run.local(rule, h, vn, dout, norm, dproj[:, d.z], out)
     dh, _ = triton_run.dstates(rule, made, None, want_dh0=False)
-    grads = triton_run.input_grads(rule, h, vn, dh, made, dq, dk)
+    grads = triton_run.input_grads(rule, h, vn, dh, made)
     used = int(chunks.offsets[-1])
 
     def states() -> list[Tensor]:
@@ -102,8 +100,8 @@ def cases(heads: tuple[int, int], size: int, batch: int, window: int, device: to
         return [triton_run.dstates(rule, made, None, want_dh0=False)[0][:used], made.y]
 
     def input_() -> list[Tensor]:
-        g = triton_run.input_grads(rule, h, vn, dh, made, dq, dk)
-        return [dqk, g.dg, g.dbeta]
+        g = triton_run.input_grads(rule, h, vn, dh, made)
+        return list(g)
 
     def gates() -> list[Tensor]:
         parts = triton_run.gate_grads(rule, grads, source, da, db)
@@ -111,7 +109,7 @@ def cases(heads: tuple[int, int], size: int, batch: int, window: int, device: to
         return [da, db, parts]
 
     def conv_bwd() -> list[Tensor]:
-        dw = triton_run.conv_backward(proj, conv, positions, d, dqk, made.y, rule.beta, dproj)
+        dw = triton_run.conv_backward(proj, conv, positions, d, grads.dqk, made.y, rule.beta, dproj)
         return [dw.sum(0), dproj[:, d.qkv]]
 
     return [

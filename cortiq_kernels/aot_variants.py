@@ -119,14 +119,14 @@ def gated_delta_variants(arch: int) -> list[Variant]:
             (
                 bwd_triton.input_kernel,
                 "input",
-                {"HK": hk, "GROUP": group, "DK": dk, "DV": dv, "VPAD": vpad},
+                {**heads, "VPAD": vpad},
             ),
         ]
         if mixer:
             span = {"HEADS": 2 * hk + hv, "D": dk, "PAD": triton_run.power(dk), "W": 4}
             chosen += [
                 (conv_triton.conv_kernel, "conv", span),
-                (conv_triton.conv_bwd_kernel, "conv_bwd", span),
+                (conv_triton.conv_bwd_kernel, "conv_bwd", {**span, "GROUP": group}),
             ]
         gate_shape = {"HV": hv, "PAD": triton_run.power(hv), "RAW": mixer}
         chosen.append((gates_triton.gates_bwd_kernel, "gates_bwd", gate_shape))
@@ -137,7 +137,6 @@ def gated_delta_variants(arch: int) -> list[Variant]:
                     launch[width] = triton_run.block(launch[width], of)
             if name == "local" and not mixer:
                 launch["BV"] = vpad
-            launch.pop("PROGRAMS", None)  # of the grid
             warps, stages, most = launch.pop("num_warps"), launch.pop("num_stages"), launch.pop("maxnreg", 0)
             types = _types(kernel, dtype, constexprs | launch)
             aligned = tuple(

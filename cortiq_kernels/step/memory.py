@@ -111,8 +111,8 @@ def layer_workspace(
         keys, v, group = 2 * g.nk * g.dk, g.nv * g.dv, g.nv // g.nk
         if backward:
             entering = g.nv * _kernel_states(g, n, window)
-            sums = 8 * 264 * CHUNK * g.dk if group > 1 else 0  # f32 dq and dk of the heads so far, a program each
-            mixer = dtype.itemsize * (n * (2 * keys + 3 * v) + entering) + 8 * n * g.nv + sums
+            dqk = n * (keys * dtype.itemsize if group == 1 else 2 * g.nv * g.dk * 4)
+            mixer = dtype.itemsize * (n * (keys + 3 * v) + entering) + 8 * n * g.nv + dqk
         else:
             mixer = dtype.itemsize * n * (keys + v) + mixer_saved(g, layer, n, window, dtype, device)
     else:

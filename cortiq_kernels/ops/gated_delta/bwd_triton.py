@@ -23,7 +23,9 @@ beta does inside T cancels against half of what it does to R.
 
     local_kernel   all chunks side by side: P^T do, and before it the gated norm's backward, for which o is made again
     dstate_kernel  chunks from last to first: dS, Y
-    input_kernel   all chunks side by side: dq, dk, dG, beta dbeta; a group's value heads are summed in float32
+    input_kernel   all chunks side by side: dq and dk of each value head, dG, beta dbeta
+
+Where value heads share a key head, dq and dk are kept in float32 and summed by whoever reads them, in that order.
 
 Every transposed product is a product of its own: transposing a result of the matrix units into
 another product is miscompiled by Triton before 3.7.1.
@@ -251,91 +253,7 @@ def _masked(s, g, seen, factor):
     return tl.where(seen, s * tl.exp2(tl.where(seen, g[:, None] - g[None, :], 0.0)) * factor, 0.0)
 
 
-@triton.jit
-def _inputs_of_chunk(
-    q_ptr, k_ptr, vn_ptr, g_ptr, beta_ptr, h_ptr, dh_ptr, do_ptr, y_ptr, part_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr,
-    n, scale, q_stride, q_head, k_stride, k_head, dq_stride, dq_head, hk, i, tok, rows, HK: tl.constexpr,
-    GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, VPAD: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Chunk i of key head hk; loops over the head's GROUP value heads, and for each over key channels."""
-    C: tl.constexpr = 64
-    HV: tl.constexpr = HK * GROUP
-    KW: tl.constexpr = DK if BK > DK else BK  # BK divides DK or is its padded size
-    r = tl.arange(0, C)
-    mask = r < rows
-    i_, j_ = r[:, None], r[None, :]
-    q_ptr += hk.to(tl.int64) * q_head
-    k_ptr += hk.to(tl.int64) * k_head
-    part_ptr += tl.program_id(0).to(tl.int64) * 2 * C * DK
-    dq_ptr += hk.to(tl.int64) * dq_head
-    dk_ptr += hk.to(tl.int64) * dq_head
-    dt = k_ptr.dtype.element_ty
-    for j in range(GROUP):
-        h = hk * GROUP + j
-        wide_h = h.to(tl.int64)
-        heads = wide_h * n * DV
-        at = (i.to(tl.int64) * HV + h) * DK * DV
-        final = tok + rows - 1
-        g = load_decay(g_ptr + wide_h * n, tok, r, mask, final)
-        g_last = tl.load(g_ptr + wide_h * n + final)
-        beta = tl.load(beta_ptr + wide_h * n + tok + r, mask=mask, other=0)
-        vn = load_rows(vn_ptr + heads, tok, r, mask, DV, DV, VPAD)
-        y = load_rows(y_ptr + heads, tok, r, mask, DV, DV, VPAD)
-        do = load_rows(do_ptr + heads, tok, r, mask, DV, DV, VPAD)
-        s = tl.dot(y, tl.trans(vn), input_precision="ieee")
-        tl.store(dbeta_ptr + wide_h * n + tok + r, tl.sum(tl.where(i_ == j_, s, 0.0), 1), mask=mask)
-        z = _masked(s, g, i_ > j_, -1.0).to(dt)
-        zt = _masked(tl.dot(vn, tl.trans(y), input_precision="ieee"), -g, i_ < j_, -beta[None, :]).to(dt)
-        # The diagonal of do V'^T, where the decay is 1, is no part of dG: it would drown the rest under strong decay.
-        s = tl.dot(do, tl.trans(vn), input_precision="ieee") * scale
-        diagonal = tl.sum(tl.where(i_ == j_, s, 0.0), 1)[:, None]
-        dp = _masked(s, g, i_ > j_, 1.0).to(dt)
-        dpt = _masked(tl.dot(vn, tl.trans(do), input_precision="ieee"), -g, i_ < j_, scale).to(dt)
-        ga = tl.exp2(g)[:, None]
-        tail = tl.exp2(g_last - g)[:, None]
-        dg = tl.zeros([C], tl.float32)
-        leave = tl.zeros([C], tl.float32)
-        inner = tl.zeros([C], tl.float32)
-        for k0 in tl.range(0, DK, BK, num_stages=STAGES):
-            q = load_rows(q_ptr + k0, tok, r, mask, q_stride, KW, BK)
-            k = load_rows(k_ptr + k0, tok, r, mask, k_stride, KW, BK)
-            state = load_state(h_ptr + at, DK, DV, k0, BK, 0, VPAD)
-            dstate = load_state(dh_ptr + at, DK, DV, k0, BK, 0, VPAD)
-            # k as it reads the state
-            x = tl.dot(y, tl.trans(state), input_precision="ieee") * -ga
-            x = tl.dot(z, k, x, input_precision="ieee") * beta[:, None]
-            dg += tl.sum(k * x, 1)
-            dk = x
-            # k as it writes the state: for the chunk's later rows, and for what comes after the chunk
-            x = tl.dot(dpt, q, input_precision="ieee")
-            x = tl.dot(zt, k, x, input_precision="ieee")
-            dg -= tl.sum(k * x, 1)
-            dk += x + q * diagonal
-            x = tl.dot(vn, tl.trans(dstate), input_precision="ieee") * tail
-            leave += tl.sum(k * x, 1)
-            dk += x
-            # q
-            x = tl.dot(do, tl.trans(state), input_precision="ieee") * (ga * scale)
-            x = tl.dot(dp, k, x, input_precision="ieee")
-            dg += tl.sum(q * x, 1)
-            dq = x + k * diagonal
-            inner += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
-            if GROUP > 1:
-                dq += load_rows(part_ptr + k0, 0, r, mask & (j > 0), DK, KW, BK)
-                dk += load_rows(part_ptr + C * DK + k0, 0, r, mask & (j > 0), DK, KW, BK)
-                store_rows(part_ptr + k0, dq, 0, r, mask & (j < GROUP - 1), DK, KW, BK)
-                store_rows(part_ptr + C * DK + k0, dk, 0, r, mask & (j < GROUP - 1), DK, KW, BK)
-            store_rows(dq_ptr + k0, dq, tok, r, mask & (j == GROUP - 1), dq_stride, KW, BK)
-            store_rows(dk_ptr + k0, dk, tok, r, mask & (j == GROUP - 1), dq_stride, KW, BK)
-        if GROUP > 1:
-            tl.debug_barrier()  # what other threads stored is read for the next head
-        leave = tl.where(r < rows - 1, leave, 0.0)  # the last row's would cancel itself
-        dg += tl.where(r == rows - 1, inner * tl.exp2(g_last) + tl.sum(leave), -leave)
-        tl.store(dg_ptr + wide_h * n + tok + r, dg, mask=mask)
-
-
-@triton.jit(do_not_specialize=["n", "chunks"])
+@triton.jit(do_not_specialize=["n"])
 def input_kernel(
     q_ptr,  # [N, HK, DK]
     k_ptr,  # [N, HK, DK]
@@ -347,21 +265,17 @@ def input_kernel(
     do_ptr,  # [HV, N, DV]
     y_ptr,  # [HV, N, DV]
     table_ptr,  # [cap, 2] int32
-    part_ptr,  # [programs, 2, C, DK] f32, GROUP > 1 only: sums over the group's heads so far
-    dq_ptr,  # [N, HK, DK] out
-    dk_ptr,  # [N, HK, DK] out
+    dq_ptr,  # [HV, N, DK] out: dq of each value head
+    dk_ptr,  # [HV, N, DK] out: dk of each value head
     dg_ptr,  # [HV, N] f32 out: dG
     dbeta_ptr,  # [HV, N] f32 out: beta dbeta
     n,
-    chunks,
     scale,
     q_stride,
     q_head,
     k_stride,
     k_head,
-    dq_stride,
-    dq_head,
-    HK: tl.constexpr,
+    HV: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -369,20 +283,70 @@ def input_kernel(
     VPAD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A chunk and key head after another, for every program.
-
-    With value heads that share keys there are no more programs than run at a time: their partial sums then stay in the
-    L2 cache.
-    """
-    first = tl.program_id(0)
-    # A run-time loop costs registers: with one value head a key head every program has one chunk.
-    for turn in range(tl.cdiv(chunks * HK - first, tl.num_programs(0)) if GROUP > 1 else 1):
-        work = first + turn * tl.num_programs(0)
-        hk, i = work % HK, work // HK
-        tok, rows = chunk_at(table_ptr, i)
-        if rows > 0:
-            _inputs_of_chunk(
-                q_ptr, k_ptr, vn_ptr, g_ptr, beta_ptr, h_ptr, dh_ptr, do_ptr, y_ptr, part_ptr, dq_ptr, dk_ptr, dg_ptr,
-                dbeta_ptr, n, scale, q_stride, q_head, k_stride, k_head, dq_stride, dq_head, hk, i, tok, rows, HK,
-                GROUP, DK, DV, BK, VPAD, STAGES,
-            )  # fmt: skip
+    """One program a chunk and value head; loops over key channels."""
+    C: tl.constexpr = 64
+    KW: tl.constexpr = DK if BK > DK else BK  # BK divides DK or is its padded size
+    i, h = tl.program_id(0) // HV, tl.program_id(0) % HV
+    tok, rows = chunk_at(table_ptr, i)
+    if rows == 0:
+        return
+    r = tl.arange(0, C)
+    mask = r < rows
+    i_, j_ = r[:, None], r[None, :]
+    wide_h = h.to(tl.int64)
+    heads_k = wide_h * n * DK
+    q_ptr += (h // GROUP).to(tl.int64) * q_head
+    k_ptr += (h // GROUP).to(tl.int64) * k_head
+    dt = k_ptr.dtype.element_ty
+    heads = wide_h * n * DV
+    at = (i.to(tl.int64) * HV + h) * DK * DV
+    final = tok + rows - 1
+    g = load_decay(g_ptr + wide_h * n, tok, r, mask, final)
+    g_last = tl.load(g_ptr + wide_h * n + final)
+    beta = tl.load(beta_ptr + wide_h * n + tok + r, mask=mask, other=0)
+    vn = load_rows(vn_ptr + heads, tok, r, mask, DV, DV, VPAD)
+    y = load_rows(y_ptr + heads, tok, r, mask, DV, DV, VPAD)
+    do = load_rows(do_ptr + heads, tok, r, mask, DV, DV, VPAD)
+    s = tl.dot(y, tl.trans(vn), input_precision="ieee")
+    tl.store(dbeta_ptr + wide_h * n + tok + r, tl.sum(tl.where(i_ == j_, s, 0.0), 1), mask=mask)
+    z = _masked(s, g, i_ > j_, -1.0).to(dt)
+    zt = _masked(tl.dot(vn, tl.trans(y), input_precision="ieee"), -g, i_ < j_, -beta[None, :]).to(dt)
+    # The diagonal of do V'^T, where the decay is 1, is no part of dG: it would drown the rest under strong decay.
+    s = tl.dot(do, tl.trans(vn), input_precision="ieee") * scale
+    diagonal = tl.sum(tl.where(i_ == j_, s, 0.0), 1)[:, None]
+    dp = _masked(s, g, i_ > j_, 1.0).to(dt)
+    dpt = _masked(tl.dot(vn, tl.trans(do), input_precision="ieee"), -g, i_ < j_, scale).to(dt)
+    ga = tl.exp2(g)[:, None]
+    tail = tl.exp2(g_last - g)[:, None]
+    dg = tl.zeros([C], tl.float32)
+    leave = tl.zeros([C], tl.float32)
+    inner = tl.zeros([C], tl.float32)
+    for k0 in tl.range(0, DK, BK, num_stages=STAGES):
+        q = load_rows(q_ptr + k0, tok, r, mask, q_stride, KW, BK)
+        k = load_rows(k_ptr + k0, tok, r, mask, k_stride, KW, BK)
+        state = load_state(h_ptr + at, DK, DV, k0, BK, 0, VPAD)
+        dstate = load_state(dh_ptr + at, DK, DV, k0, BK, 0, VPAD)
+        # k as it reads the state
+        x = tl.dot(y, tl.trans(state), input_precision="ieee") * -ga
+        x = tl.dot(z, k, x, input_precision="ieee") * beta[:, None]
+        dg += tl.sum(k * x, 1)
+        dk = x
+        # k as it writes the state: for the chunk's later rows, and for what comes after the chunk
+        x = tl.dot(dpt, q, input_precision="ieee")
+        x = tl.dot(zt, k, x, input_precision="ieee")
+        dg -= tl.sum(k * x, 1)
+        dk += x + q * diagonal
+        x = tl.dot(vn, tl.trans(dstate), input_precision="ieee") * tail
+        leave += tl.sum(k * x, 1)
+        dk += x
+        # q
+        x = tl.dot(do, tl.trans(state), input_precision="ieee") * (ga * scale)
+        x = tl.dot(dp, k, x, input_precision="ieee")
+        dg += tl.sum(q * x, 1)
+        dq = x + k * diagonal
+        inner += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
+        store_rows(dq_ptr + heads_k + k0, dq, tok, r, mask, DK, KW, BK)
+        store_rows(dk_ptr + heads_k + k0, dk, tok, r, mask, DK, KW, BK)
+    leave = tl.where(r < rows - 1, leave, 0.0)  # the last row's would cancel itself
+    dg += tl.where(r == rows - 1, inner * tl.exp2(g_last) + tl.sum(leave), -leave)
+    tl.store(dg_ptr + wide_h * n + tok + r, dg, mask=mask)

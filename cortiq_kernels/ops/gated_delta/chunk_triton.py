@@ -112,8 +112,8 @@ def chunk_bwd(
     made = run.local(rule, saved.h, saved.vn, rows(do.to(rule.q.dtype)), None, None, None)
     dht = None if dht is None else dht.float().contiguous()
     dh, dh0 = run.dstates(rule, made, dht, want_dh0=saved.has_state)
-    dq, dk = (torch.empty(n, hk, dk_size, dtype=rule.q.dtype, device=do.device) for _ in range(2))
-    parts = run.input_grads(rule, saved.h, saved.vn, dh, made, dq, dk)
+    parts = run.input_grads(rule, saved.h, saved.vn, dh, made)
+    dq, dk = (x.unflatten(0, (hk, -1)).sum(1).transpose(0, 1) for x in parts.dqk)  # [N, HK, DK]
     dv = torch.empty(n, hv, dv_size, dtype=saved.dtypes[2], device=do.device)
     torch.mul(made.y.transpose(0, 1), rule.beta.t()[:, :, None], out=dv)
     dg, dbeta = (torch.empty(n, hv, dtype=torch.float32, device=do.device) for _ in range(2))

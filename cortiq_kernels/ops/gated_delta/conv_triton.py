@@ -90,12 +90,18 @@ def conv_kernel(
 
 
 @triton.jit
-def _dy(dqk_ptr, y_ptr, n, head, norm_heads, tok, r, mask, D: tl.constexpr, PAD: tl.constexpr):
-    """Rows of the gradient of q^, k^, or Y, in the working dtype."""
+def _dy(
+    dqk_ptr, y_ptr, n, head, norm_heads, tok, r, mask, GROUP: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr
+):  # fmt: skip
+    """Rows of the gradient of q^, k^ (summed over a group's value heads), or Y."""
     if head < norm_heads:
-        d = load_rows(dqk_ptr + head.to(tl.int64) * n * D, tok, r, mask, D, D, PAD)
+        at = dqk_ptr + head.to(tl.int64) * GROUP * n * D
+        d = load_rows(at, tok, r, mask, D, D, PAD)
+        for j in tl.static_range(1, GROUP):
+            d += load_rows(at + j * D * n.to(tl.int64), tok, r, mask, D, D, PAD)
     else:
         d = load_rows(y_ptr + (head - norm_heads).to(tl.int64) * n * D, tok, r, mask, D, D, PAD)
+        d = d.to(dqk_ptr.dtype.element_ty)
     return d
 
 
@@ -104,7 +110,7 @@ def conv_bwd_kernel(
     x_ptr,  # [N, C], row stride x_stride
     w_ptr,  # [C, W] f32
     pos_ptr,  # [N] int64
-    dqk_ptr,  # [2 NK, N, DK] gradients of q^ and k^
+    dqk_ptr,  # [2 NK GROUP, N, DK] gradients of q^ and k^, of each value head
     y_ptr,  # [HV, N, DV] Y: beta Y is the gradient of v
     beta_ptr,  # [HV, N] f32
     dx_ptr,  # [N, C] out, row stride dx_stride
@@ -119,6 +125,7 @@ def conv_bwd_kernel(
     norm_heads,
     scaled_heads,
     HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # value heads a key head
     D: tl.constexpr,
     PAD: tl.constexpr,
     W: tl.constexpr,
@@ -144,7 +151,7 @@ def conv_bwd_kernel(
     x2 = load_rows(x_ptr, base - 2, r, inside & (base + r > 1), x_stride, D, PAD).to(tl.float32)
     x3 = load_rows(x_ptr, base - 3, r, inside & (base + r > 2), x_stride, D, PAD).to(tl.float32)
     raw = load_rows(x_ptr, base, r, r < n - base, x_stride, D, PAD)
-    raw_d = _dy(dqk_ptr, y_ptr, n, head, norm_heads, base, r, r < n - base, D, PAD)
+    raw_d = _dy(dqk_ptr, y_ptr, n, head, norm_heads, base, r, r < n - base, GROUP, D, PAD)
     zero = tl.zeros([STRIPS, PAD], tl.float32)
     later1, later2, later3 = zero, zero, zero  # what later tokens gave to dx of the last three
     dw0, dw1, dw2, dw3 = zero, zero, zero, zero
@@ -154,7 +161,7 @@ def conv_bwd_kernel(
         x, d = raw.to(tl.float32), raw_d.to(tl.float32)
         ahead = (r < n - tok - 1) & (step < STEPS + W - 2)
         raw = load_rows(x_ptr, tok + 1, r, ahead, x_stride, D, PAD)
-        raw_d = _dy(dqk_ptr, y_ptr, n, head, norm_heads, tok + 1, r, ahead, D, PAD)
+        raw_d = _dy(dqk_ptr, y_ptr, n, head, norm_heads, tok + 1, r, ahead, GROUP, D, PAD)
         pos = tl.load(pos_ptr + tok + r, mask=mask, other=0)[:, None]
         x1 = tl.where(pos >= 1, x1, 0.0)
         x2 = tl.where(pos >= 2, x2, 0.0)

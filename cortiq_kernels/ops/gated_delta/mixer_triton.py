@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from . import triton_run as run
@@ -80,12 +79,10 @@ def mixer_bwd(
     dout = dout.unflatten(1, (dims.nv, dims.dv))
     made = run.local(rule, saved.h, saved.vn, dout, norm, dproj[:, dims.z], out)
     dh, _ = run.dstates(rule, made, None, want_dh0=False)
-    dqk = torch.empty(2 * dims.nk, n, dims.dk, dtype=proj.dtype, device=proj.device)
-    dq, dk = (dqk[a : a + dims.nk].transpose(0, 1) for a in (0, dims.nk))
-    grads = run.input_grads(rule, saved.h, saved.vn, dh, made, dq, dk)
+    grads = run.input_grads(rule, saved.h, saved.vn, dh, made)
     da, db = dproj[:, dims.ab].split(dims.nv, dim=1)
     gates = run.gate_grads(rule, grads, _gates(proj, a_log, dt_bias, dims), da, db)
-    dconv = run.conv_backward(proj, conv_weight, positions, dims, dqk, made.y, rule.beta, dproj)
+    dconv = run.conv_backward(proj, conv_weight, positions, dims, grads.dqk, made.y, rule.beta, dproj)
     assert gates is not None and made.dnorm is not None
     return dconv, gates[:, 0], gates[:, 1], made.dnorm
 

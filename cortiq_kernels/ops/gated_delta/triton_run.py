@@ -196,30 +196,28 @@ def dstates(rule: Rule, made: Local, dht: Tensor | None, *, want_dh0: bool) -> t
 
 
 class InputGrads(NamedTuple):
-    """What `input_grads` makes besides dq and dk."""
+    """What `input_grads` makes."""
 
+    dqk: Tensor  # [2, HV, N, DK] dq, dk of each value head: working dtype, or f32 where some share a key head
     dg: Tensor  # [HV, N] f32 dG
     dbeta: Tensor  # [HV, N] f32 beta dbeta
 
 
-def input_grads(rule: Rule, h: Tensor, vn: Tensor, dh: Tensor, made: Local, dq: Tensor, dk: Tensor) -> InputGrads:
-    """dq, dk [N, HK, DK] (same strides) `=`; returns dG and beta dbeta."""
-    n, hk, size = rule.q.shape
+def input_grads(rule: Rule, h: Tensor, vn: Tensor, dh: Tensor, made: Local) -> InputGrads:
+    """dq, dk of each value head, dG and beta dbeta."""
+    n, _, size = rule.q.shape
     hv = rule.v_shape[1]
     launch = dict(rule.launch("input"))
     launch["BK"] = block(launch["BK"], size)
-    dg, dbeta = (torch.empty(hv, n, dtype=torch.float32, device=dq.device) for _ in range(2))
-    shape = {name: value for name, value in rule.shape.items() if name != "HV"}
-    programs, most = rule.chunks.capacity * hk, launch.pop("PROGRAMS")
-    programs = programs if hv == hk else min(programs, most)
-    part = dg if hv == hk else torch.empty(programs, 2, CHUNK, size, dtype=torch.float32, device=dq.device)
-    bwd.input_kernel[(programs,)](
-        rule.q, rule.k, vn, rule.g, rule.beta, h, dh, made.do, made.y, rule.chunks.table, part, dq, dk, dg, dbeta,
-        n, rule.chunks.capacity, rule.scale,
-        rule.q.stride(0), rule.q.stride(1), rule.k.stride(0), rule.k.stride(1), dq.stride(0), dq.stride(1),
-        HK=hk, **shape, VPAD=rule.vpad, **launch,
+    alone = hv == rule.q.shape[1]
+    dqk = torch.empty(2, hv, n, size, dtype=rule.q.dtype if alone else torch.float32, device=h.device)
+    dg, dbeta = (torch.empty(hv, n, dtype=torch.float32, device=h.device) for _ in range(2))
+    bwd.input_kernel[(rule.chunks.capacity * hv,)](
+        rule.q, rule.k, vn, rule.g, rule.beta, h, dh, made.do, made.y, rule.chunks.table, dqk[0], dqk[1], dg, dbeta,
+        n, rule.scale, rule.q.stride(0), rule.q.stride(1), rule.k.stride(0), rule.k.stride(1),
+        **rule.shape, VPAD=rule.vpad, **launch,
     )  # fmt: skip
-    return InputGrads(dg, dbeta)
+    return InputGrads(dqk, dg, dbeta)
 
 
 def gate_grads(rule: Rule, grads: InputGrads, source: Gates, da: Tensor, db: Tensor) -> Tensor | None:
@@ -269,7 +267,7 @@ def conv_forward(
 def conv_backward(
     proj: Tensor, weight: Tensor, positions: Tensor, dims: GdnDims, dqk: Tensor, y: Tensor, beta: Tensor, dproj: Tensor
 ) -> Tensor:
-    """The q | k | v columns of dproj `=`, from dqk [2 nk, N, dk], Y and beta; returns parts [P, C, W] of dweight."""
+    """The q | k | v columns of dproj `=`, from dqk [2, nv, N, dk], Y and beta; returns parts [P, C, W] of dweight."""
     n, width = proj.shape[0], dims.conv_width
     spans = _spans(dims, True)
     launches = [configs.launch("gated_delta", padded(s["D"]), "conv_bwd") for s in spans]
@@ -280,6 +278,6 @@ def conv_backward(
         conv.conv_bwd_kernel[(count * span["HEADS"],)](
             proj, weight, positions, dqk, y, beta, dproj, dw, n, dims.dk**-0.5, width,
             proj.stride(0), dproj.stride(0),
-            **span, PAD=power(span["D"]), W=dims.conv, **launch,
+            **span, GROUP=dims.nv // dims.nk, PAD=power(span["D"]), W=dims.conv, **launch,
         )  # fmt: skip
     return dw
