@@ -322,30 +322,29 @@ def input_kernel(
     leave = tl.zeros([C], tl.float32)
     inner = tl.zeros([C], tl.float32)
     for k0 in tl.range(0, DK, BK, num_stages=STAGES):
-        q = load_rows(q_ptr + k0, tok, r, mask, q_stride, KW, BK)
         k = load_rows(k_ptr + k0, tok, r, mask, k_stride, KW, BK)
         state = load_state(h_ptr + at, DK, DV, k0, BK, 0, VPAD)
-        dstate = load_state(dh_ptr + at, DK, DV, k0, BK, 0, VPAD)
         # k as it reads the state
         x = tl.dot(y, tl.trans(state), input_precision="ieee") * -ga
         x = tl.dot(z, k, x, input_precision="ieee") * beta[:, None]
         dg += tl.sum(k * x, 1)
         dk = x
-        # k as it writes the state: for the chunk's later rows, and for what comes after the chunk
+        # q
+        x = tl.dot(do, tl.trans(state), input_precision="ieee") * (ga * scale)
+        x = tl.dot(dp, k, x, input_precision="ieee")
+        q = load_rows(q_ptr + k0, tok, r, mask, q_stride, KW, BK)
+        dg += tl.sum(q * x, 1)
+        store_rows(dq_ptr + heads_k + k0, x + k * diagonal, tok, r, mask, DK, KW, BK)
+        # k as it writes the state: for what comes after the chunk, and for the chunk's later rows
+        dstate = load_state(dh_ptr + at, DK, DV, k0, BK, 0, VPAD)
+        inner += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
+        x = tl.dot(vn, tl.trans(dstate), input_precision="ieee") * tail
+        leave += tl.sum(k * x, 1)
+        dk += x
         x = tl.dot(dpt, q, input_precision="ieee")
         x = tl.dot(zt, k, x, input_precision="ieee")
         dg -= tl.sum(k * x, 1)
         dk += x + q * diagonal
-        x = tl.dot(vn, tl.trans(dstate), input_precision="ieee") * tail
-        leave += tl.sum(k * x, 1)
-        dk += x
-        # q
-        x = tl.dot(do, tl.trans(state), input_precision="ieee") * (ga * scale)
-        x = tl.dot(dp, k, x, input_precision="ieee")
-        dg += tl.sum(q * x, 1)
-        dq = x + k * diagonal
-        inner += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
-        store_rows(dq_ptr + heads_k + k0, dq, tok, r, mask, DK, KW, BK)
         store_rows(dk_ptr + heads_k + k0, dk, tok, r, mask, DK, KW, BK)
     leave = tl.where(r < rows - 1, leave, 0.0)  # the last row's would cancel itself
     dg += tl.where(r == rows - 1, inner * tl.exp2(g_last) + tl.sum(leave), -leave)
