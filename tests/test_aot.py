@@ -36,7 +36,8 @@ ONE_OF_EACH = {v.kernel.fn.__name__: v for v in VARIANTS}.values()
 # Bytes. ptxas of some Triton versions (3.6, 3.8) spills up to four registers of the selection at 72 to 90 of the 255 it
 # may take; nothing that runs over every element spills.
 # The backward's kernels of the gated delta rule spill: with fewer programs an SM, which would not, they are slower.
-STACK = {"select_kernel": 16, "wy_kernel": 1024, "local_kernel": 2048, "dstate_kernel": 256, "input_kernel": 6144}
+STACK = {"select_kernel": 16, "wy_kernel": 1024, "state_kernel": 512, "dstate_kernel": 256}
+STACK |= {"local_kernel": 2048, "input_kernel": 6144}
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
