@@ -16,7 +16,7 @@ from cortiq_kernels.arguments import Parser
 
 OPS = (
     "add_rms_norm", "gdn_mixer", "chunk_gated_delta_rule", "attention_mixer", "swiglu_mlp", "linear", "head_topk_kl",
-    "topk_softmax", "embedding", "adam",
+    "topk_softmax", "embedding", "adam", "gram",
 )  # fmt: skip
 GATED_DELTA = ("gdn_mixer", "chunk_gated_delta_rule")
 WITH_KERNELS = (*GATED_DELTA, "head_topk_kl", "topk_softmax")  # on CUDA tensors below float64

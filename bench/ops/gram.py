@@ -1,0 +1,48 @@
+"""Gram of the gated activation, added to packed tiles of its upper triangle."""
+
+from __future__ import annotations
+
+import torch
+
+from bench.geometries import by_geometry
+from bench.registry import Calls, Inputs, Op, Results, Sizes, Work, normal
+from cortiq_kernels.ops.gram import gram_accumulate_, gram_finalize, gram_ref, gram_tiles, gram_zeros
+
+
+def inputs(sizes: Sizes, dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Inputs:
+    return {"x": normal(gen, (sizes["n"], sizes["f"]), dtype)}
+
+
+def calls(t: Inputs, sizes: Sizes) -> Calls:
+    x, f = t["x"], sizes["f"]
+    whole = torch.float64 if x.dtype == torch.float64 else torch.float32
+    packed = gram_zeros(f, device=x.device, dtype=whole)
+    called = [0]
+
+    def accumulate() -> Results:
+        called[0] += 1  # the sum grows with every call; its mean over the calls is the Gram of x
+        gram_accumulate_(packed, x)
+        return {"packed": packed}
+
+    return {"accumulate": accumulate, "finalize": lambda: {"gram": gram_finalize(packed, f) / max(called[0], 1)}}
+
+
+def reference(t: Inputs, sizes: Sizes) -> Results:
+    return {"gram": gram_ref(t["x"])}
+
+
+def work(sizes: Sizes, dtype: torch.dtype) -> dict[str, Work]:
+    n, f = sizes["n"], sizes["f"]
+    held = gram_tiles(f) * 128 * 128 * (8 if dtype == torch.float64 else 4)
+    return {"accumulate": Work(n * f * f, n * f * dtype.itemsize + 2 * held), "finalize": Work(0, 3 * held)}
+
+
+ENTRY = Op(
+    name="gram",
+    shapes=by_geometry(lambda g: {"f": g.intermediate[0]}),
+    gate={"n": 65},
+    inputs=inputs,
+    calls=calls,
+    reference=reference,
+    work=work,
+)
