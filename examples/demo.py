@@ -1,4 +1,5 @@
-"""The whole road on the small model that ships here: fold it to half its FFN width, heal the fold, score all three.
+"""The whole road on the small model that ships here: capture how its neurons act, fold it to half its FFN width with and
+without repair, heal the repaired fold, score all four.
 
     make demo            or            python examples/demo.py [--out demo] [--device auto]
 
@@ -39,13 +40,16 @@ def main() -> int:
     out.mkdir(parents=True)
     (out / MARK).write_text("{}\n")
 
-    source, data, fold, healed = HERE / "model", HERE / "data.jsonl", out / "fold", out / "healed"
+    source, data, grams = HERE / "model", HERE / "data.jsonl", out / "grams.safetensors"
+    cut, fold, healed = out / "cut", out / "fold", out / "healed"
     shape = ["--window", "1024", "--batch", "2", "--device", args.device]
     commands = [
-        ["fold", "--model", source, "--data", data, "--out", fold, "--keep", "0.5", "--max-batches", "64", *shape],
+        ["capture", "--model", source, "--data", data, "--out", grams, "--max-batches", "64", *shape],
+        ["fold", "--model", source, "--grams", grams, "--out", cut, "--keep", "0.5", "--no-repair", *shape[4:]],
+        ["fold", "--model", source, "--grams", grams, "--out", fold, "--keep", "0.5", *shape[4:]],
         ["heal", "--student", fold, "--teacher", source, "--data", data, "--out", healed]
         + ["--lr", "1e-3", "--epochs", args.epochs, *shape],
-        ["score", "--models", source, fold, healed, "--data", data, "--out", out / "score.json", *shape],
+        ["score", "--models", source, cut, fold, healed, "--data", data, "--out", out / "score.json", *shape],
     ]
     began = time.time()
     for number, command in enumerate(commands, 1):
@@ -54,7 +58,7 @@ def main() -> int:
         status = cli.main(words)
         if status:
             return status
-    summary(json.loads((out / "score.json").read_text()), (source, fold, healed), out, time.time() - began)
+    summary(json.loads((out / "score.json").read_text()), (source, cut, fold, healed), out, time.time() - began)
     return 0
 
 
@@ -66,23 +70,25 @@ def shorten(word: object) -> object:
 
 
 def summary(score: dict, models: tuple[Path, ...], out: Path, seconds: float) -> None:
-    """Table of the three models on the test records, what healing recovered, and what to type next."""
+    """Table of the models on the test records, what repair and healing recovered, and what to type next."""
     rows = [r for r in score["rows"] if r["category"] is None]
     table = Table(title=f"{rows[0]['records']} test records, {rows[0]['count']:,} tokens, never trained on")
     for name in ("model", "weights on disk", "NLL", "perplexity", "top-1 agreement", "KL to source"):
         table.add_column(name, justify="left" if name == "model" else "right")
-    for label, row, path in zip(("source", "fold (half the FFN)", "healed"), rows, models, strict=True):
+    labels = ("source", "half the FFN cut", "the same, repaired", "repaired and healed")
+    for label, row, path in zip(labels, rows, models, strict=True):
         size = sum(f.stat().st_size for f in path.glob("*.safetensors"))
         same = "" if row["agreement"] is None else f"{row['agreement']:.1%}"
         kl = "" if row["kl"] is None else f"{row['kl']:.4f}"
         table.add_row(label, f"{size / 1e6:.2f} MB", f"{row['nll']:.4f}", f"{row['perplexity']:.2f}", same, kl)
-    source, fold, healed = (r["nll"] for r in rows)
+    source, cut, fold, healed = (r["nll"] for r in rows)
     print()
     Console(width=100).print(table)
-    won = (fold - healed) / (fold - source)
-    print(f"The fold lost {fold - source:.4f} nat a token; healing won back {won:.0%} of it.")
-    print(f"{seconds:.0f} s in all. Healed model: {shorten(models[2])}   its curves: {out / 'healed.html'}")
-    print("Next, your own: cortiq fold --model MODEL_DIR --data RECORDS.jsonl --out FOLD_DIR   (more: cortiq --help)")
+    repaired, won = ((cut - x) / (cut - source) for x in (fold, healed))
+    print(f"Cutting lost {cut - source:.4f} nat a token. The repair, without any training, won back {repaired:.0%} of it;")
+    print(f"healing made it {won:.0%}.")
+    print(f"{seconds:.0f} s in all. Healed model: {shorten(models[-1])}   its curves: {out / 'healed.html'}")
+    print("Next, your own: cortiq capture --model MODEL_DIR --data RECORDS.jsonl --out FILE   (more: cortiq --help)")
 
 
 if __name__ == "__main__":

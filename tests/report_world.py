@@ -22,5 +22,9 @@ def fold(model: Path, data: Path, out: Path, *more: object) -> tuple:
     return ("fold", "--model", model, "--data", data, "--out", out, *SMALL, "--align", "4", *more)
 
 
+def capture(model: Path, data: Path, out: Path, *more: object) -> tuple:
+    return ("capture", "--model", model, "--data", data, "--out", out, *SMALL, *more)
+
+
 def score(model: Path, data: Path, *more: object) -> tuple:
     return ("score", "--models", model, "--data", data, *SMALL, *more)

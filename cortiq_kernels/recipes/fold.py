@@ -1,13 +1,13 @@
-"""Fold: keep the most important neurons of every MLP, at one width.
+"""Fold: keep the best neurons of every MLP, and repair what is left.
 
 Neuron j of a layer computes act_j = silu(gate_j x) * (up_j x) and adds act_j * down[:, j] to the residual stream.
-Its importance is
+By default its importance is
 
     E[act_j^2] * |down[:, j]|^2
 
-the mean energy of that contribution, measured on the train records (real rows only, no padding). The `width` most
-important stay (ties: the lowest index), in their old order: rows of gate and up, columns of down. Nothing is
-repaired; heal the result.
+the mean energy of that contribution on the train records (real rows only, no padding). The `width` most important stay
+(ties: the lowest index), in their old order: rows of gate and up, columns of down. Other rankings, and the repair of
+down from the Grams of a capture: repair.py. Without Grams nothing is repaired.
 """
 
 from __future__ import annotations
@@ -27,14 +27,27 @@ from cortiq_kernels.data.windows import pack
 from cortiq_kernels.model import names
 from cortiq_kernels.model.hf import ModelDir, check_destination, open_model, width_changed_updates, write_model
 from cortiq_kernels.model.weights import Weights, acc_dtype
+from cortiq_kernels.ops.gram import gram_finalize
+from cortiq_kernels.recipes.capture_pass import real_rows
 from cortiq_kernels.recipes.errors import InputError, need
+from cortiq_kernels.recipes.fingerprint import fingerprint
 from cortiq_kernels.recipes.fold_config import FoldConfig
+from cortiq_kernels.recipes.gram_file import Grams
 from cortiq_kernels.recipes.inputs import Progress, Ticks, fit_shape, geometry_summary, load_for, silent
 from cortiq_kernels.recipes.lock import check_unlocked, locked
 from cortiq_kernels.recipes.memory import check_fits, forward_memory
 from cortiq_kernels.recipes.outputs import check_files
 from cortiq_kernels.recipes.provenance import provenance
-from cortiq_kernels.recipes.stopping import stop_on_signals
+from cortiq_kernels.recipes.repair import (
+    Repaired,
+    importance,
+    keep_by_gram,
+    keep_top,
+    magnitude,
+    random_order,
+    repair,
+)
+from cortiq_kernels.recipes.stopping import check, stop_on_signals
 from cortiq_kernels.step import Buffers
 from cortiq_kernels.step.buffers import cut
 from cortiq_kernels.step.forward import Sequences, embed, layers_forward, rope_for
@@ -42,12 +55,20 @@ from cortiq_kernels.step.forward import Sequences, embed, layers_forward, rope_f
 
 @dataclasses.dataclass(frozen=True)
 class FoldReport:
-    """What a fold did. `kept_energy[i]` is the share of layer i's importance that its kept neurons hold."""
+    """What a fold did, layer by layer. `kept_energy[i]` is the share of layer i's importance that its kept neurons
+    hold; `residual`, `output_residual` and `ridge` are those of repair.py, empty when nothing was repaired. `width` is
+    that of the widest layer.
+    """
 
     out: str
     width: int
+    widths: list[int]
     width_before: list[int]
     kept_energy: list[float]
+    repaired: bool
+    residual: list[float]
+    output_residual: list[float]
+    ridge: list[float]
     rows: int
     parameters_before: int
     parameters_after: int
@@ -58,6 +79,14 @@ class FoldReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class Measured:
+    """Records to measure neurons on."""
+
+    dataset: Dataset
+    batches: Batches
+
+
+@dataclasses.dataclass(frozen=True)
 class FoldPlan:
     """Opened inputs and decisions of a fold."""
 
@@ -65,15 +94,33 @@ class FoldPlan:
     device: backend.DeviceChoice
     dtype: backend.DtypeChoice
     model: ModelDir
-    dataset: Dataset
-    batches: Batches
-    width: int
+    source: Measured | Grams
+    widths: list[int]
     notes: list[str]
 
     @property
     def n_batches(self) -> int:
-        """Batches that are measured."""
-        return min(len(self.batches), self.cfg.max_batches or len(self.batches))
+        """Batches that are measured; none with Grams."""
+        if isinstance(self.source, Grams):
+            return 0
+        return min(len(self.source.batches), self.cfg.max_batches or len(self.source.batches))
+
+    @property
+    def data_hash(self) -> str:
+        """Hash of the records behind the ranking; of several captures all of them."""
+        return ",".join(self.source.hashes) if isinstance(self.source, Grams) else self.source.dataset.data_hash
+
+    def data(self) -> dict[str, Any]:
+        """JSON-able summary of what neurons are ranked on."""
+        if isinstance(self.source, Grams):
+            files = ", ".join(str(p) for p in self.cfg.grams)
+            return {"path": files, "sha256": self.data_hash, "rows": self.source.rows}
+        return {
+            "path": str(self.cfg.data),
+            "sha256": self.data_hash,
+            "records": self.source.dataset.counts,
+            "batches": self.n_batches,
+        }
 
     def describe(self) -> dict[str, Any]:
         """JSON-able summary for logs and dry runs."""
@@ -81,14 +128,9 @@ class FoldPlan:
         return {
             "recipe": "fold",
             "model": {"path": str(self.model.path), **geometry_summary(g)},
-            "data": {
-                "path": str(self.cfg.data),
-                "sha256": self.dataset.data_hash,
-                "records": self.dataset.counts,
-                "batches": self.n_batches,
-            },
-            "width": self.width,
-            "parameters_after": names.parameter_count(g.with_widths([self.width] * g.n_layers)),
+            "data": self.data(),
+            "width": self.widths[0] if len(set(self.widths)) == 1 else self.widths,
+            "parameters_after": names.parameter_count(g.with_widths(self.widths)),
             "device": backend.describe(self.device.device),
             "device_reason": self.device.reason,
             "dtype": backend.dtype_name(self.dtype.dtype),
@@ -99,12 +141,22 @@ class FoldPlan:
         }
 
     def memory(self) -> dict[str, int]:
-        """Estimated bytes of the measurement by part, their peak, and what is free (`memory.py`)."""
-        g, n, acc = self.model.geometry, self.batches.batch * self.batches.window, acc_dtype(self.dtype.dtype)
-        squares = n * max(g.intermediate) * (self.dtype.dtype.itemsize + 2 * acc.itemsize)  # of one layer, real rows
-        return forward_memory(
-            g, n, self.batches.window, 0, self.dtype.dtype, self.device.device, work=squares + sum(g.intermediate) * 8
-        )
+        """Estimated bytes by part, their peak, and what is free (`memory.py`): of the measurement, or of the repair of
+        the widest layer.
+        """
+        g, device = self.model.geometry, self.device.device
+        f = max(g.intermediate)
+        if isinstance(self.source, Grams):
+            whole, weights = 8 * f * f, 8 * f * g.hidden
+            free, host = backend.free_bytes(device), backend.host_free_bytes()
+            return {
+                "grams": whole, "workspace": 2 * whole + 4 * weights, "least": whole + weights,
+                "peak": 3 * whole + 4 * weights, "free": free, "host_free": host,
+            }  # fmt: skip
+        batches, dtype = self.source.batches, self.dtype.dtype
+        n, acc = batches.batch * batches.window, acc_dtype(dtype)
+        squares = n * f * (dtype.itemsize + 2 * acc.itemsize)  # of one layer, real rows
+        return forward_memory(g, n, batches.window, 0, dtype, device, work=squares + sum(g.intermediate) * 8)
 
 
 def plan_fold(cfg: FoldConfig) -> FoldPlan:
@@ -115,26 +167,60 @@ def plan_fold(cfg: FoldConfig) -> FoldPlan:
     model = open_model(cfg.model)
     check_destination(model.path, cfg.out, model.total_bytes())
     check_files("fold", cfg)
-    least = min(model.geometry.intermediate)
+    widths = _widths(cfg, model)
+    notes: list[str] = []
+    source: Measured | Grams
+    if cfg.grams:
+        source = _grams(cfg, model)
+        dtype = backend.DtypeChoice(torch.float64, "repairs are computed in it")
+    else:
+        assert cfg.data is not None
+        dataset, pad_id = load_for(model, cfg.data, "all", ("train",))
+        window, batch = fit_shape(dataset.split("train"), cfg.window, cfg.batch)
+        packed = pack(dataset.split("train"), window, "records", pad_id)
+        source = Measured(dataset, eval_batches(packed.windows, batch, pad_id=pad_id, split="train"))
+        notes += dataset.notes
+    odd = next((w for w in widths if w % cfg.align), None)
+    if odd is not None:
+        notes.append(
+            f"width {odd} is not a multiple of {cfg.align}: GPUs run such matrices slower; "
+            f"{-(-odd // cfg.align) * cfg.align} may be faster with more neurons"
+        )
+    if list(model.geometry.intermediate) == widths:
+        notes.append(f"the MLPs are {max(widths)} wide already: every neuron is kept")
+    plan = FoldPlan(cfg, device, dtype, model, source, widths, notes)
+    fix = "Use --device cpu." if cfg.grams else "Lower --batch or --window."
+    notes += check_fits("fold", plan.memory(), device.device, fix)
+    return plan
+
+
+def _widths(cfg: FoldConfig, model: ModelDir) -> list[int]:
+    """Width to keep of each layer."""
+    have = model.geometry.intermediate
+    if cfg.widths:
+        n = len(have)
+        need(len(cfg.widths) == n, "fold: widths", f"{len(cfg.widths)} of them", f"{n}, one a layer", "Set --widths.")
+        for i, (want, most) in enumerate(zip(cfg.widths, have, strict=True)):
+            need(want <= most, f"fold: widths: layer {i}", want, f"at most its {most} neurons", "Set --widths.")
+        return list(cfg.widths)
+    least = min(have)
     width = cfg.target_width(least)
     need(
         width <= least, "fold: width", width, f"at most {least}, the width of the model's narrowest MLP", "Set --width."
     )
-    dataset, pad_id = load_for(model, cfg.data, "all", ("train",))
-    window, batch = fit_shape(dataset.split("train"), cfg.window, cfg.batch)
-    packed = pack(dataset.split("train"), window, "records", pad_id)
-    batches = eval_batches(packed.windows, batch, pad_id=pad_id, split="train")
-    notes = list(dataset.notes)
-    if width % cfg.align:
-        notes.append(
-            f"width {width} is not a multiple of {cfg.align}: GPUs run such matrices slower; "
-            f"{-(-width // cfg.align) * cfg.align} may be faster with more neurons"
-        )
-    if set(model.geometry.intermediate) == {width}:
-        notes.append(f"the MLPs are {width} wide already: every neuron is kept")
-    plan = FoldPlan(cfg, device, dtype, model, dataset, batches, width, notes)
-    notes += check_fits("fold", plan.memory(), device.device, "Lower --batch or --window.")
-    return plan
+    return [width] * len(have)
+
+
+def _grams(cfg: FoldConfig, model: ModelDir) -> Grams:
+    """The captures, which have to be of this model and of all its layers."""
+    grams = Grams.open(cfg.grams)
+    name, fix = f"fold: grams {str(cfg.grams[0])!r}", "Run cortiq capture on --model."
+    layers = model.geometry.n_layers
+    missing = [i for i in range(layers) if i not in grams.widths]
+    need(not missing, name, f"no Gram of layer {missing[:1]}", f"one of each of {layers} layers", fix)
+    same = grams.model == fingerprint(model)
+    need(same, name, "the Grams of another model", f"those of {str(model.path)!r}", fix)
+    return grams
 
 
 def run(cfg: FoldConfig, progress: Progress = silent) -> FoldReport:
@@ -159,43 +245,81 @@ def _run(plan: FoldPlan, progress: Progress) -> FoldReport:
     for note in plan.notes:
         progress({"event": "note", "text": note})
     device, g = plan.device.device, plan.model.geometry
-    weights = Weights.load(plan.model, dtype=plan.dtype.dtype, device=device, train=None)
-    batches = [plan.batches[i] for i in range(plan.n_batches)]
-    energy, rows = activation_energy(weights, batches, done=Ticks(progress, "measure", len(batches)))
-    del weights
-    backend.release(device)
+    energy: list[Tensor] = []
+    if isinstance(plan.source, Grams):
+        rows = plan.source.rows
+    else:
+        weights = Weights.load(plan.model, dtype=plan.dtype.dtype, device=device, train=None)
+        batches = [plan.source.batches[i] for i in range(plan.n_batches)]
+        energy, rows = activation_energy(weights, batches, done=Ticks(progress, "measure", len(batches)))
+        del weights
+        backend.release(device)
 
     replace: dict[str, Tensor] = {}
     shares: list[float] = []
-    for i in range(g.n_layers):
+    repaired: list[Repaired] = []
+    for i, width in enumerate(plan.widths):
         gate, up, down = (f"{g.prefix}layers.{i}.mlp.{p}_proj.weight" for p in ("gate", "up", "down"))
-        score = importance(energy[i] / rows, plan.model.read(down))
+        if isinstance(plan.source, Grams):
+            gram = gram_finalize(plan.source.read(i, device), g.intermediate[i]).double() / rows
+            mean_square = gram.diagonal().cpu()
+        else:
+            gram, mean_square = None, energy[i] / rows
+        weight = {p: plan.model.read(p) for p in (gate, up, down)}
+        score = importance(mean_square, weight[down])
         if not float(score.sum()) > 0:
             raise InputError(
                 f"fold: layer {i}: got no activity (all energy is zero) on {rows} rows; expected some. "
                 "Check the model (cortiq score) and the data."
             )
-        keep = keep_top(score, plan.width)
+        if gram is not None and cfg.rank == "gram":
+            keep = keep_by_gram(gram, weight[down].to(device), width).cpu()
+        else:
+            keep = keep_top(_ranking(cfg, i, score, mean_square, list(weight.values())), width)
         shares.append(float(score[keep].sum() / score.sum()))
-        progress({"event": "layer", "layer": i, "kept_energy": shares[-1]})
-        replace[gate] = plan.model.read(gate).index_select(0, keep)
-        replace[up] = plan.model.read(up).index_select(0, keep)
-        replace[down] = plan.model.read(down).index_select(1, keep)
-    change = width_changed_updates(plan.model, [plan.width] * g.n_layers)
-    after = g.with_widths([plan.width] * g.n_layers)
+        event: dict[str, Any] = {"event": "layer", "layer": i, "kept_energy": shares[-1]}
+        replace[gate] = weight[gate].index_select(0, keep)
+        replace[up] = weight[up].index_select(0, keep)
+        if gram is not None and cfg.repair:
+            made = repair(gram, weight[down].to(device), keep.to(device), cfg.ridge, f"fold: layer {i}")
+            repaired.append(made._replace(down=torch.empty(0)))
+            replace[down] = made.down.cpu().to(acc_dtype(weight[down].dtype))
+            event |= {"residual": made.residual, "output_residual": made.output_residual}
+        else:
+            replace[down] = weight[down].index_select(1, keep)
+        progress(event)
+        check()
+    notes = list(plan.notes)
+    more = [i for i, r in enumerate(repaired) if r.ridge > cfg.ridge]
+    if more:
+        most = max(r.ridge for r in repaired)
+        notes.append(f"the repair of layers {more} took a ridge of up to {most:g}: their Grams are not positive")
+    change = width_changed_updates(plan.model, plan.widths)
+    after = g.with_widths(plan.widths)
     progress({"event": "write", "out": str(cfg.out)})
+    left = {k: [getattr(r, k) for r in repaired] for k in ("residual", "output_residual", "ridge")}
     written = write_model(
         plan.model, cfg.out, replace=replace, drop=change.drop, config_updates=change.config_updates,
         provenance=provenance(
-            "fold", cfg, model=plan.model, data_hash=plan.dataset.data_hash, width=plan.width, kept_energy=shares,
-            rows=rows, device=backend.describe(device), dtype=backend.dtype_name(plan.dtype.dtype),
+            "fold", cfg, model=plan.model, data_hash=plan.data_hash, widths=plan.widths, kept_energy=shares,
+            rows=rows, device=backend.describe(device), dtype=backend.dtype_name(plan.dtype.dtype), **left,
         ),
     )  # fmt: skip
     return FoldReport(
-        str(written.path), plan.width, list(g.intermediate), shares, rows, names.parameter_count(g),
+        str(written.path), max(plan.widths), plan.widths, list(g.intermediate), shares, bool(repaired),
+        left["residual"], left["output_residual"], left["ridge"], rows, names.parameter_count(g),
         names.parameter_count(after), time.perf_counter() - began, backend.describe(device),
-        backend.dtype_name(plan.dtype.dtype), [*plan.notes, *change.notes, *written.notes],
+        backend.dtype_name(plan.dtype.dtype), [*notes, *change.notes, *written.notes],
     )  # fmt: skip
+
+
+def _ranking(cfg: FoldConfig, layer: int, score: Tensor, mean_square: Tensor, weights: list[Tensor]) -> Tensor:
+    """Scores [F] of a layer's neurons by `cfg.rank`, other than "gram"; `weights`: gate, up, down."""
+    if cfg.rank == "random":
+        return random_order(len(score), cfg.seed, layer)
+    if cfg.rank == "magnitude":
+        return magnitude(*weights)
+    return mean_square if cfg.rank == "activation" else score
 
 
 def activation_energy(
@@ -213,7 +337,7 @@ def activation_energy(
     rows = 0
     for k, host in enumerate(batches):
         batch = host.to(w.device)
-        real = _real_rows(host).to(w.device)
+        real = real_rows(host).to(w.device)
         seqs = Sequences.build(g, batch.cu_seqlens, t, n, rope)
 
         def measure(layer: int, real: Tensor = real) -> None:
@@ -224,20 +348,3 @@ def activation_energy(
         rows += len(real)
         done(k + 1)
     return [e.cpu() for e in energy], rows
-
-
-def importance(mean_square: Tensor, down: Tensor) -> Tensor:
-    """E[act^2] * |down column|^2 per neuron: [F] and down [H, F] -> [F] float64."""
-    return mean_square * down.double().square().sum(0)
-
-
-def keep_top(score: Tensor, width: int) -> Tensor:
-    """Indices of the `width` largest of score [F], ascending; of equals the lowest index stays."""
-    order = torch.sort(score, descending=True, stable=True).indices
-    return order[:width].sort().values
-
-
-def _real_rows(batch: Batch) -> Tensor:
-    """Rows of a batch that hold real tokens, int64."""
-    t = batch.max_seqlen
-    return torch.cat([torch.arange(i * t, i * t + n) for i, n in enumerate(batch.n_tokens)])

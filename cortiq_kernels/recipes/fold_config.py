@@ -12,22 +12,36 @@ from cortiq_kernels.recipes.settings import check_values
 
 @dataclass(frozen=True)
 class FoldConfig:
-    """Narrow every MLP to the neurons that your train records use most, and write the smaller directory.
+    """Narrow every MLP to the neurons that your task uses most, and write the smaller directory.
 
-    A neuron's importance is E[act^2] * |its column of down_proj|^2. All layers get the same width, so any runtime loads
-    the result. Nothing is repaired: heal it afterwards.
+    With the Grams of `cortiq capture` down_proj is repaired, so that the neurons that stay stand in for those that go.
+    Without, they are ranked on records and nothing is repaired. All layers get the same width unless --widths is given,
+    so any runtime loads the result. Heal it afterwards.
     """
 
     model: Path
     """model directory to fold"""
-    data: Path
-    """records, JSONL or parquet; the train split is used"""
     out: Path
     """directory to write; must not exist, or be empty"""
+    data: Path | None = None
+    """records, JSONL or parquet, to rank neurons on when there are no Grams; the train split is used"""
+    grams: tuple[Path, ...] = ()
+    """files of cortiq capture on this model; several of them (other records each) are added up"""
+    rank: Literal["importance", "activation", "magnitude", "random", "gram"] = "importance"
+    """which neurons stay: importance is E[act^2] * |its column of down_proj|^2, activation E[act^2], magnitude its
+    weights, gram what the others explain least"""
+    repair: bool = True
+    """repair down_proj; only with Grams"""
+    ridge: float = 1e-3
+    """weight of the repair's regularisation, in units of the kept neurons' mean square"""
+    seed: int = 0
+    """of --rank random"""
     keep: float = 0.5
     """share of the neurons to keep, in (0, 1]; the width is rounded up to a multiple of `align`"""
     width: int | None = None
     """width to keep exactly, instead of `keep`"""
+    widths: tuple[int, ...] = ()
+    """width of each layer, instead of `keep`; where they differ only this package loads the result"""
     align: int = 32
     """multiple that GPUs like the width to be"""
     max_batches: int | None = None
@@ -53,6 +67,14 @@ class FoldConfig:
         need(self.width is None or self.width >= 1, "fold: width", self.width, "at least 1", "Set --width.")
         need(self.max_batches is None or self.max_batches >= 1, "fold: max_batches", self.max_batches, "at least 1",
              "Set --max-batches.")  # fmt: skip
+        need(0 < self.ridge <= 1, "fold: ridge", self.ridge, "a number in (0, 1]", "Set --ridge, for instance 1e-3.")
+        got = "both" if self.grams and self.data is not None else "neither"
+        one = "--grams of cortiq capture, or --data to rank neurons on"
+        need(bool(self.grams) != (self.data is not None), "fold: grams and data", got, one, "Give one of the two.")
+        need(self.rank != "gram" or bool(self.grams), "fold: rank", "'gram' without Grams", "them", "Set --grams.")
+        need(self.width is None or not self.widths, "fold: width", "width and widths", "one of them", "Leave one out.")
+        for width in self.widths:
+            need(width >= 1, "fold: widths", width, "at least 1 each", "Set --widths.")
 
     def target_width(self, f: int) -> int:
         """Width to keep of `f` neurons: `width` as it is, or keep * f rounded up to `align`, at most f."""

@@ -47,7 +47,7 @@ def line(e: dict[str, Any]) -> str | None:
     if kind == "note":
         return f"note: {e['text']}"
     if kind == "tick":
-        return f"{e['phase']}: {e['done']}/{e['of']}"
+        return f"{e['phase']}: {e['done']}/{e['of']}" + (f"  {tick_numbers(e)}" if "tokens_per_s" in e else "")
     if kind == "step":
         return f"step {e['step']}/{e['of']}  {step_numbers(e)}  {seconds(e['left_s'])} left"
     if kind == "skip":
@@ -61,6 +61,11 @@ def line(e: dict[str, Any]) -> str | None:
     if kind == "write":
         return f"writing {e['out']}"
     return None
+
+
+def tick_numbers(e: dict[str, Any]) -> str:
+    """Speed and time left of a phase that says them."""
+    return f"{e['tokens_per_s']:,.0f} tokens/s  {seconds(e['left_s'])} left"
 
 
 def step_numbers(e: dict[str, Any]) -> str:
@@ -156,7 +161,9 @@ class LiveView:
 
     def _show(self, e: dict[str, Any]) -> None:
         if e["event"] == "tick":
-            self._bar(e["phase"], e["done"], e["of"], self._left(e["phase"], e["done"], e["of"]), "")
+            left = e["left_s"] if "left_s" in e else self._left(e["phase"], e["done"], e["of"])
+            speed = f"{e['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in e else ""
+            self._bar(e["phase"], e["done"], e["of"], left, speed)
         elif e["event"] == "step":
             self._bar("train", e["step"], e["of"], e["left_s"], step_numbers(e))
         else:

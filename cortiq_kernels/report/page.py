@@ -47,7 +47,7 @@ def _page(h: History) -> str:
         f"<p class='where'>{escape(str(out))}</p>" if out else "",
         "</header>",
         _facts(_headline(h)),
-        *{"heal": _heal, "fold": _fold, "score": _score}.get(h.recipe, lambda h: [])(h),
+        *{"heal": _heal, "fold": _fold, "score": _score, "capture": _capture}.get(h.recipe, lambda h: [])(h),
         _notes(h.notes),
         _section("Inputs", _table(("", ""), _inputs(h.plan))) if h.plan else "",
         _section("Memory, as planned", _table(("part", "size"), [(_words(k), size(v)) for k, v in _memory(h.plan)])),
@@ -79,13 +79,31 @@ def _headline(h: History) -> list[Row]:
         ]
     if h.recipe == "fold" and r:
         mean = sum(r["kept_energy"]) / len(r["kept_energy"])
+        left = r.get("output_residual")
         return [
             ("width", f"{max(r['width_before'])} to {r['width']}"),
             ("parameters", f"{count(r['parameters_before'])} to {count(r['parameters_after'])}"),
             ("kept energy", f"{mean:.1%} on average"),
+            ("output error left", f"{sum(left) / len(left):.1%} on average" if left else "not repaired"),
+            ("in all", seconds(r["seconds"])),
+        ]
+    if h.recipe == "capture" and r:
+        return [
+            ("layers", str(len(r["layers"]))),
+            ("tokens", f"{r['rows']:,}"),
+            ("passes", str(r["passes"])),
+            ("file", size(r["nbytes"])),
+            ("tokens/s", f"{r['tokens_per_s']:,.0f}"),
             ("in all", seconds(r["seconds"])),
         ]
     return []
+
+
+def _capture(h: History) -> list[str]:
+    """Mean squares span decades, which bars from zero would hide: a table."""
+    rows = [(e["layer"], f"{float(e['energy']):.4g}", e["dead"]) for e in h.layers]
+    head = ("layer", "mean square of an activation", "neurons never active")
+    return [_section("Activations by layer", _table(head, rows))]
 
 
 def _heal(h: History) -> list[str]:
@@ -122,7 +140,17 @@ def _fold(h: History) -> list[str]:
     about = f"Share of each layer's energy that its kept neurons hold; least {low[1]:.1%}, in layer {low[0]}."
     rows = [(label, f"{v:.2%}") for label, v in bars]
     chart = bar_chart("energy", "Kept energy by layer", about, bars, "share")
-    return [chart, _details("Kept energy as a table", ("layer", "kept energy"), rows)]
+    out = [chart, _details("Kept energy as a table", ("layer", "kept energy"), rows)]
+    left = [(str(e["layer"]), float(e["output_residual"]), float(e["residual"])) for e in h.layers if "residual" in e]
+    if not left:
+        return out
+    most = max(left, key=lambda b: b[1])
+    about = "Share of the error of each layer's output that is left after the repair of down_proj; "
+    about += f"most {most[1]:.1%}, in layer {most[0]}."
+    repaired = [(label, value) for label, value, _ in left]
+    out.append(bar_chart("residual", "Error left by layer", about, repaired, "share"))
+    rows3 = [(label, f"{o:.2%}", f"{a:.2%}") for label, o, a in left]
+    return [*out, _details("Error left as a table", ("layer", "of the output", "of the activations"), rows3)]
 
 
 def _score(h: History) -> list[str]:

@@ -49,6 +49,7 @@ def plan_text(plan: dict[str, Any]) -> str:
         lines += [f"  {k:16}{plan[k]}" for k in ("prefix", "targets", "checkpoint") if k in plan]
     if "width" in plan:
         lines.append(f"  {'width':16}{plan['width']}: {count(plan['parameters_after'])} parameters remain")
+    lines += [f"  {k:16}{plan[k]}" for k in ("passes", "file") if k in plan]
     lines.append(f"  {'device':16}{plan['device']}: {plan['device_reason']}")
     lines.append(f"  {'precision':16}{plan['dtype']}: {plan['dtype_reason']}")
     lines += [f"  {'memory':16}{text}" for text in memory_text(plan["memory"])]
@@ -88,8 +89,9 @@ def model_text(m: dict[str, Any]) -> str:
 
 def result_text(name: str, cfg: Any, report: dict[str, Any], files: Sequence[str]) -> str:
     """The end of a run; `files`: its log and page, where there are any."""
-    lines = [f"note: {note}" for note in report["notes"]] if name == "fold" else []
-    lines += {"heal": heal_lines, "score": score_lines, "fold": fold_lines}[name](cfg, report)
+    lines = [f"note: {note}" for note in report["notes"]] if name in ("capture", "fold") else []
+    made = {"capture": capture_lines, "heal": heal_lines, "score": score_lines, "fold": fold_lines}
+    lines += made[name](cfg, report)
     if files:
         lines.insert(-1, f"run log: {', page: '.join(files)}")
     return clean("\n".join(lines))
@@ -114,17 +116,34 @@ def heal_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
     return [head, speed, f"wrote {r['out']}; {score}"]
 
 
+def capture_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
+    """What was captured."""
+    passes = "one pass" if r["passes"] == 1 else f"{r['passes']} passes"
+    dead = f"{sum(r['dead'])} neurons were never active" if any(r["dead"]) else "every neuron was active"
+    head = f"captured: {len(r['layers'])} layers on {r['rows']:,} tokens in {passes}, {size(r['nbytes'])}; {dead}"
+    pace = f"{r['tokens_per_s']:,.0f} tokens/s, {seconds(r['seconds'])} in all"
+    args = ("--model", str(cfg.model), "--grams", r["out"], "--out", str(cfg.model).rstrip("/") + "-fold")
+    return [head, pace, f"wrote {r['out']}; next: {command('fold', *args)}"]
+
+
 def fold_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
     """What folding changed."""
     before, low = sorted(set(r["width_before"])), min(r["kept_energy"])
     mean = sum(r["kept_energy"]) / len(r["kept_energy"])
     was = str(before[0]) if len(before) == 1 else f"{before[0]} to {before[-1]}"
     sizes = f"{count(r['parameters_before'])} -> {count(r['parameters_after'])} parameters"
-    head = f"folded: MLP width {was} -> {r['width']}, {sizes}; kept energy {mean:.1%} on average, "
+    now = f"{r['width']}" if len(set(r["widths"])) == 1 else f"{min(r['widths'])} to {r['width']}"
+    head = f"folded: MLP width {was} -> {now}, {sizes}; kept energy {mean:.1%} on average, "
     head += f"{low:.1%} in layer {r['kept_energy'].index(low)} (the least)"
-    healed = r["out"].rstrip("/") + "-healed"
-    args = ("--student", r["out"], "--teacher", str(cfg.model), "--data", str(cfg.data), "--out", healed)
-    return [head, f"wrote {r['out']}; next: {command('heal', *args)}"]
+    lines = [head]
+    if r["repaired"]:
+        left = r["output_residual"]
+        most = f"{max(left):.1%} in layer {left.index(max(left))} (the most)"
+        mean = sum(left) / len(left)
+        lines.append(f"repaired: {mean:.1%} of the error of an MLP's output is left on average, {most}")
+    healed, data = r["out"].rstrip("/") + "-healed", str(cfg.data or "RECORDS.jsonl")
+    args = ("--student", r["out"], "--teacher", str(cfg.model), "--data", data, "--out", healed)
+    return [*lines, f"wrote {r['out']}; next: {command('heal', *args)}"]
 
 
 def score_lines(cfg: Any, r: dict[str, Any]) -> list[str]:

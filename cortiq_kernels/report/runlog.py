@@ -8,7 +8,8 @@ Every line has "event" and "time" (seconds since 1970); the rest depends on the 
     step    step, of, loss, loss_name, norm, rate, seconds, tokens_per_s, left_s, skipped
     skip    step, loss, norm, skipped, in_row, scale       a step that changed nothing
     eval    step, of, loss, loss_name, best, best_step, improved
-    layer   layer, kept_energy                            fold
+    layer   layer, kept_energy, residual, output_residual  fold (the residuals with Grams)
+            layer, energy, dead                           capture
     score   model, split, category, nll, perplexity, count, records, agreement, kl
     write   out
     done    the report                                    last line of a run that ended well

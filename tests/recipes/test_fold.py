@@ -16,7 +16,7 @@ from cortiq_kernels.data.windows import pack
 from cortiq_kernels.model.geometry import ModelError
 from cortiq_kernels.model.hf import create_model, open_model
 from cortiq_kernels.model.weights import Weights
-from cortiq_kernels.recipes import fold, score
+from cortiq_kernels.recipes import fold, repair, score
 from cortiq_kernels.recipes.errors import InputError
 from cortiq_kernels.recipes.fold_config import FoldConfig
 from cortiq_kernels.recipes.score_config import ScoreConfig
@@ -77,10 +77,10 @@ def test_energy_is_that_of_real_rows_only(world, build, tmp_path):
 
 def test_importance_and_ties():
     down = torch.tensor([[1.0, 0.0, 2.0], [1.0, 3.0, 0.0]])
-    s = fold.importance(torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64), down)
+    s = repair.importance(torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64), down)
     assert s.tolist() == [4.0, 9.0, 4.0]
-    assert fold.keep_top(s, 2).tolist() == [0, 1]
-    assert fold.keep_top(torch.tensor([1.0, 5.0, 3.0, 5.0]), 3).tolist() == [1, 2, 3]
+    assert repair.keep_top(s, 2).tolist() == [0, 1]
+    assert repair.keep_top(torch.tensor([1.0, 5.0, 3.0, 5.0]), 3).tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

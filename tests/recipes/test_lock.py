@@ -83,7 +83,7 @@ def test_every_recipe_takes_it(world, tmp_path, recipe):
     out = tmp_path / "o"
     cfg, run = {
         "heal": (HealConfig(world.student, world.data, out, world.teacher, topk=8), heal.run),
-        "fold": (FoldConfig(world.teacher, world.data, out), fold.run),
+        "fold": (FoldConfig(world.teacher, out, world.data), fold.run),
         "score": (ScoreConfig((world.teacher,), world.data, out=out), score.run),
     }[recipe]
     cfg = dataclasses.replace(cfg, device="cpu", window=32, batch=2)

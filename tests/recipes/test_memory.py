@@ -168,7 +168,7 @@ def test_what_surely_does_not_fit_is_refused_and_what_may_not_is_said(world, tmp
 def test_fold_and_score_refuse_what_cannot_fit(world, tmp_path, monkeypatch, recipe):
     shared = dict(device="cpu", window=32, batch=2)
     if recipe == "fold":
-        plan = lambda: fold.plan_fold(FoldConfig(world.teacher, world.data, tmp_path / "o", **shared))  # noqa: E731
+        plan = lambda: fold.plan_fold(FoldConfig(world.teacher, tmp_path / "o", world.data, **shared))  # noqa: E731
     else:
         models = (world.teacher, world.student)[: 2 if recipe == "compare" else 1]
         plan = lambda: score.plan_score(ScoreConfig(models, world.data, **shared))  # noqa: E731

@@ -46,7 +46,7 @@ def test_fold_and_score_agree_with_the_cpu(world, tmp_path):
     folds = {}
     for device in ("cuda", "cpu"):
         out = tmp_path / f"fold-{device}"
-        cfg = FoldConfig(world.teacher, world.data, out, device=device, dtype="f32", window=32, batch=2, align=4)
+        cfg = FoldConfig(world.teacher, out, world.data, device=device, dtype="f32", window=32, batch=2, align=4)
         folds[device] = fold.run(cfg)
     assert folds["cuda"].kept_energy == pytest.approx(folds["cpu"].kept_energy, rel=1e-3)
     models = (world.teacher, tmp_path / "fold-cpu")

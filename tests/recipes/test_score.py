@@ -144,7 +144,7 @@ def test_test_records_are_opened_by_score_alone(cfg, build, world, tmp_path, mon
                                for line in lines))  # fmt: skip
     small = {"window": 32, "batch": 2, "device": "cpu"}
     for name, data in (("a", world.data), ("b", other)):
-        fold.run(FoldConfig(world.teacher, data, tmp_path / f"fold-{name}", align=4, **small))
+        fold.run(FoldConfig(world.teacher, tmp_path / f"fold-{name}", data, align=4, **small))
         out = tmp_path / f"heal-{name}"
         heal.run(HealConfig(world.student, data, out, world.teacher, lr=1e-3, epochs=0.5, topk=8, **small))
     assert opened == {"train", "val"}
@@ -160,7 +160,7 @@ def test_four_models_side_by_side(cfg, build, world, tmp_path):
     from cortiq_kernels.recipes import fold
     from cortiq_kernels.recipes.fold_config import FoldConfig
 
-    fold.run(FoldConfig(world.teacher, world.data, tmp_path / "fold", width=12, device="cpu", window=32, batch=2))
+    fold.run(FoldConfig(world.teacher, tmp_path / "fold", world.data, width=12, device="cpu", window=32, batch=2))
     build.model(tmp_path / "half", world.config, noise=0.03, dtype=torch.bfloat16)
     models = (world.teacher, world.student, tmp_path / "fold", tmp_path / "half")
     report = score.run(dataclasses.replace(cfg, models=models))
