@@ -1,5 +1,5 @@
-"""The whole road on the small model that ships here: capture how its neurons act, fold it to half its FFN width with and
-without repair, heal the repaired fold, score all four.
+"""The whole road on the small model that ships here: capture how its neurons act, fold it to half its FFN width with
+and without repair, heal the repaired fold, score all four.
 
     make demo            or            python examples/demo.py [--out demo] [--device auto]
 
@@ -85,8 +85,8 @@ def summary(score: dict, models: tuple[Path, ...], out: Path, seconds: float) ->
     print()
     Console(width=100).print(table)
     repaired, won = ((cut - x) / (cut - source) for x in (fold, healed))
-    print(f"Cutting lost {cut - source:.4f} nat a token. The repair, without any training, won back {repaired:.0%} of it;")
-    print(f"healing made it {won:.0%}.")
+    print(f"Cutting lost {cut - source:.4f} nat a token. Repair alone, before any healing, won back {repaired:.0%} of it;")
+    print(f"with healing it is {won:.0%}.")
     print(f"{seconds:.0f} s in all. Healed model: {shorten(models[-1])}   its curves: {out / 'healed.html'}")
     print("Next, your own: cortiq capture --model MODEL_DIR --data RECORDS.jsonl --out FILE   (more: cortiq --help)")
 

@@ -150,8 +150,8 @@ class FoldPlan:
             whole, weights = 8 * f * f, 8 * f * g.hidden
             free, host = backend.free_bytes(device), backend.host_free_bytes()
             return {
-                "grams": whole, "workspace": 2 * whole + 4 * weights, "least": whole + weights,
-                "peak": 3 * whole + 4 * weights, "free": free, "host_free": host,
+                "grams": whole, "workspace": 3 * whole + 4 * weights, "least": whole + weights,
+                "peak": 4 * whole + 4 * weights, "free": free, "host_free": host,
             }  # fmt: skip
         batches, dtype = self.source.batches, self.dtype.dtype
         n, acc = batches.batch * batches.window, acc_dtype(dtype)
@@ -261,7 +261,7 @@ def _run(plan: FoldPlan, progress: Progress) -> FoldReport:
     for i, width in enumerate(plan.widths):
         gate, up, down = (f"{g.prefix}layers.{i}.mlp.{p}_proj.weight" for p in ("gate", "up", "down"))
         if isinstance(plan.source, Grams):
-            gram = gram_finalize(plan.source.read(i, device), g.intermediate[i]).double() / rows
+            gram = gram_finalize(plan.source.read(i, device), g.intermediate[i]).double().div_(rows)
             mean_square = gram.diagonal().cpu()
         else:
             gram, mean_square = None, energy[i] / rows
