@@ -85,8 +85,8 @@ def summary(score: dict, models: tuple[Path, ...], out: Path, seconds: float) ->
     print()
     Console(width=100).print(table)
     repaired, won = ((cut - x) / (cut - source) for x in (fold, healed))
-    print(f"Cutting lost {cut - source:.4f} nat a token. Repair alone, before any healing, won back {repaired:.0%} of it;")
-    print(f"with healing it is {won:.0%}.")
+    print(f"Cutting lost {cut - source:.4f} nat a token. Repair, before any healing, won back {repaired:.0%} of it;")
+    print(f"repair and healing won back {won:.0%}.")
     print(f"{seconds:.0f} s in all. Healed model: {shorten(models[-1])}   its curves: {out / 'healed.html'}")
     print("Next, your own: cortiq capture --model MODEL_DIR --data RECORDS.jsonl --out FILE   (more: cortiq --help)")
 

@@ -365,6 +365,34 @@ def test_grams_that_do_not_fit_the_fold(cfg, world, build, tmp_path):
     assert "'gram' without Grams" in refused(tmp_path, *base, world.teacher, "--data", world.data, "--rank", "gram")
 
 
+@pytest.mark.parametrize("said", [
+    {"widths": "[]"}, {"widths": "null"}, {"widths": '{"x": 40}'}, {"widths": '{"0": "40"}'},
+    {"widths": '{"0": 1e999}'}, {"widths": '{"0": true}'}, {"widths": '{"0": -40}'}, {"widths": "{}"}, {"widths": "[" * 5000}, {"widths": "{"},
+    {"widths": '{"0": 40, "0": 40}'}, {"rows": "0"}, {"rows": "-3"}, {"rows": "x"}, {"rows": "9" * 5000},
+    {"tile": "64"}, {"cortiq_gram": "2"}, {"model": None}, {"data_sha256": None}, {"rows": None},
+])  # fmt: skip
+def test_metadata_that_cannot_be_used(cfg, tmp_path, said):
+    good = {"cortiq_gram": "1", "tile": "128", "rows": "5", "widths": '{"0": 40}', "model": "m", "data_sha256": "d"}
+    tensors, place = {"layers.0.gram": torch.ones(1, 128, 128)}, tmp_path / "x.safetensors"
+    save_file(tensors, place, metadata=good)
+    assert Grams.open([place]).rows == 5  # it is the one value that is refused
+    save_file(tensors, place, metadata={k: v for k, v in (good | said).items() if v is not None})
+    with pytest.raises(InputError, match="expected a file of cortiq capture"):
+        Grams.open([place])
+
+
+@pytest.mark.parametrize("when", ["tick", "layer", "write"])
+def test_a_capture_that_is_stopped_leaves_nothing(cfg, tmp_path, when):
+    def stop(event):
+        if event["event"] == when:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "new" / "g.safetensors"
+    with pytest.raises(KeyboardInterrupt):
+        capture.run(dataclasses.replace(cfg, out=out), stop)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_commands(world, tmp_path):
     """Capture, then the fold that it suggests, with log and page; --dry-run writes nothing."""
     out = tmp_path / "g.safetensors"
