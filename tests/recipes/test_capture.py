@@ -367,7 +367,8 @@ def test_grams_that_do_not_fit_the_fold(cfg, world, build, tmp_path):
 
 @pytest.mark.parametrize("said", [
     {"widths": "[]"}, {"widths": "null"}, {"widths": '{"x": 40}'}, {"widths": '{"0": "40"}'},
-    {"widths": '{"0": 1e999}'}, {"widths": '{"0": true}'}, {"widths": '{"0": -40}'}, {"widths": "{}"}, {"widths": "[" * 5000}, {"widths": "{"},
+    {"widths": '{"0": 1e999}'}, {"widths": '{"0": true}'}, {"widths": '{"0": -40}'}, {"widths": "{}"},
+    {"widths": "[" * 5000}, {"widths": "{"},
     {"widths": '{"0": 40, "0": 40}'}, {"rows": "0"}, {"rows": "-3"}, {"rows": "x"}, {"rows": "9" * 5000},
     {"tile": "64"}, {"cortiq_gram": "2"}, {"model": None}, {"data_sha256": None}, {"rows": None},
 ])  # fmt: skip
