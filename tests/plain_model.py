@@ -94,3 +94,21 @@ def kd_loss(p, g, batch, ids: Tensor, probs: Tensor, masks=None) -> Tensor:
     target = torch.zeros_like(logq).scatter_add(1, ids.long(), probs.to(logq.dtype))
     kl = (torch.xlogy(target, target) - target * logq).sum(-1)
     return (batch.row_weight.to(kl.dtype) * kl).sum() / batch.weight_sum
+
+
+def plain_grams(w, records):
+    """Dense float64 Grams by the formula, a record at a time."""
+    p, g = {n: w[n] for n in w.names}, w.geometry
+    want = [torch.zeros(f, f, dtype=torch.float64) for f in g.intermediate]
+    for r in records:
+        x = p["embed"][torch.from_numpy(r.ids).long()]
+        for i in range(g.n_layers):
+            at = f"layers.{i}."
+            n = rms(x, g.eps) * (1 + p[at + "input_norm"])
+            x = x + (attention if g.is_full(i) else gdn)(p, at, n, g)
+            n = rms(x, g.eps) * (1 + p[at + "post_norm"])
+            gate, up = (n @ p[at + "gate_up"].T).chunk(2, -1)
+            act = F.silu(gate) * up
+            want[i] += act.T @ act
+            x = x + act @ p[at + "down"].T
+    return want
