@@ -17,7 +17,7 @@ from cortiq_kernels.ops.attention import AttnDims, attention_mixer_fwd, rope_tab
 from cortiq_kernels.ops.embedding import embedding_fwd
 from cortiq_kernels.ops.gated_delta import ChunkIndex, GdnDims, chunk_index, gdn_mixer_fwd
 from cortiq_kernels.ops.linear import linear_fwd
-from cortiq_kernels.ops.rms_norm import add_rms_norm_fwd
+from cortiq_kernels.ops.rms_norm import RmsNormSaved, add_rms_norm_fwd
 from cortiq_kernels.ops.sequences import SeqIndex, sequence_index
 from cortiq_kernels.ops.swiglu import swiglu_mlp_fwd
 from cortiq_kernels.step.buffers import Buffers, LayerSlots, cut
@@ -53,7 +53,22 @@ def gdn_dims(g: Geometry) -> GdnDims:
 
 def attn_dims(g: Geometry) -> AttnDims:
     """Sizes of the attention mixer."""
-    return AttnDims(g.nq, g.nkv, g.hd, g.rot)
+    return AttnDims(g.nq, g.nkv, g.hd, g.rot, g.attn_gate)
+
+
+def attn_vectors(w: Weights, at: str) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(q_norm, k_norm, bias) of an attention layer; None for what the model does not have."""
+    g = w.geometry
+    q_norm, k_norm = (w[at + "q_norm"], w[at + "k_norm"]) if g.qk_norm else (None, None)
+    return q_norm, k_norm, w[at + "qkv_bias"] if g.qkv_bias else None
+
+
+def norm_forward(
+    w: Weights, name: str, x: Tensor, r: Tensor | None, *, x_out: Tensor | None = None, out: Tensor
+) -> tuple[Tensor, RmsNormSaved]:
+    """The residual add and the norm called `name`; see `add_rms_norm_fwd`."""
+    g = w.geometry
+    return add_rms_norm_fwd(x, r, w[name], g.eps, zero_centered=g.zero_centered, x_out=x_out, out=out)
 
 
 def embed(w: Weights, buf: Buffers, tokens: Tensor) -> Tensor:
@@ -76,7 +91,7 @@ def forward(
     per-neuron gate [F] (absent: 1). `x` may be `buf.x_out`; it is not changed.
     """
     x, r = layers_forward(w, buf, x, seqs, buf.first, w.geometry.n_layers, save=save, masks=masks)
-    _, buf.final_norm = add_rms_norm_fwd(x, r, w["final_norm"], w.geometry.eps, x_out=buf.x_out, out=buf.hidden)
+    _, buf.final_norm = norm_forward(w, "final_norm", x, r, x_out=buf.x_out, out=buf.hidden)
     return buf.hidden
 
 
@@ -121,11 +136,11 @@ def layer_forward(
     `save`: keep what the mixer's backward needs. `mask` [F]: the layer's per-neuron gate.
     """
     g, at = w.geometry, f"layers.{i}."
-    n, s.norm_mix = add_rms_norm_fwd(x, r, w[at + "input_norm"], g.eps, x_out=s.x_mix, out=s.n_mix)
+    n, s.norm_mix = norm_forward(w, at + "input_norm", x, r, x_out=s.x_mix, out=s.n_mix)
     mix_forward = gdn_forward if g.layer_types[i] == "linear_attention" else attn_forward
     mix_forward(w, s, at, n, seqs, save)
     linear_fwd(s.mix, w[at + mixer_out(g, i)], out=buf.r)
-    n, s.norm_mlp = add_rms_norm_fwd(s.x_mix, buf.r, w[at + "post_norm"], g.eps, x_out=s.x_mlp, out=s.n_mlp)
+    n, s.norm_mlp = norm_forward(w, at + "post_norm", s.x_mix, buf.r, x_out=s.x_mlp, out=s.n_mlp)
     linear_fwd(n, w[at + "gate_up"], out=s.gate_up)
     act = swiglu_mlp_fwd(s.gate_up, mask, out=cut(buf.act, g.intermediate[i]))
     linear_fwd(act, w[at + "down"], out=buf.r)
@@ -155,16 +170,19 @@ def gdn_forward(w: Weights, s: LayerSlots, at: str, n: Tensor, seqs: Sequences, 
 def attn_forward(w: Weights, s: LayerSlots, at: str, n: Tensor, seqs: Sequences, save: bool) -> None:
     """q/k/v projection and attention mixer: n [N, H] -> s.proj, s.mix, s.mixer."""
     linear_fwd(n, w[at + "qkv_proj"], out=s.proj)
+    q_norm, k_norm, bias = attn_vectors(w, at)
     _, s.mixer = attention_mixer_fwd(
         s.proj,
-        w[at + "q_norm"],
-        w[at + "k_norm"],
+        q_norm,
+        k_norm,
         seqs.cos,
         seqs.sin,
         dims=attn_dims(w.geometry),
         cu_seqlens=seqs.cu_seqlens,
         max_seqlen=seqs.max_seqlen,
         eps=w.geometry.eps,
+        bias=bias,
+        zero_centered=w.geometry.zero_centered,
         out=s.mix,
         save=save,
         index=seqs.index,

@@ -79,13 +79,13 @@ def forward_bytes(
 def mixer_saved(g: Geometry, layer: int, n: int, window: int, dtype: torch.dtype, device: str) -> int:
     """Bytes that a mixer's forward keeps for its backward, the caller's projection not counted.
 
-    Attention: o before the gate, and the log-sum-exp. Gated DeltaNet, per value head: the states that enter each chunk
-    and the last one, T, V' and o, in the accumulation dtype, windows padded to whole chunks; its kernels keep states, T
-    and V' in the working dtype, decay sums and beta in f32.
+    Attention: the log-sum-exp, and o before the gate (without a gate that is the layer's mix slot). Gated DeltaNet, per
+    value head: the states that enter each chunk and the last one, T, V' and o, in the accumulation dtype, windows
+    padded to whole chunks; its kernels keep states, T and V' in the working dtype, decay sums and beta in f32.
     """
     acc = acc_dtype(dtype).itemsize
     if g.is_full(layer):
-        return n * g.nq * (g.hd * dtype.itemsize + acc)
+        return n * g.nq * ((g.hd * dtype.itemsize if g.attn_gate else 0) + acc)
     if gdn_kernels(g, dtype, device):
         return g.nv * (_kernel_states(g, n, window) + n * (CHUNK + g.dv)) * dtype.itemsize + 8 * n * g.nv
     chunk = gdn_chunk(window, device)
