@@ -41,7 +41,8 @@ def gdn(p: Mapping[str, Tensor], at: str, n: Tensor, g) -> Tensor:
     return o.reshape(t, nv * dv) @ p[at + "out_proj"].T
 
 
-def rope(x: Tensor, rot: int, theta: float) -> Tensor:
+def rope(x: Tensor, g) -> Tensor:
+    rot, theta = g.rot, g.rope_theta
     t, half = x.shape[0], rot // 2
     freq = theta ** (-torch.arange(half, dtype=x.dtype) * 2 / rot)
     angle = torch.arange(t, dtype=x.dtype)[:, None] * freq
@@ -67,7 +68,7 @@ def attention(p: Mapping[str, Tensor], at: str, n: Tensor, g) -> Tensor:
     q = q.reshape(t, nq, hd)
     if g.qk_norm:
         q, k = norm(p, at + "q_norm", q, g), norm(p, at + "k_norm", k, g)
-    q, k = rope(q, g.rot, g.rope_theta), rope(k, g.rot, g.rope_theta)
+    q, k = rope(q, g), rope(k, g)
     k, v = k.repeat_interleave(nq // nkv, 1), v.repeat_interleave(nq // nkv, 1)
     score = torch.einsum("ihd,jhd->hij", q, k) * hd**-0.5
     score = score.masked_fill(torch.ones(t, t, dtype=torch.bool).triu(1), float("-inf"))

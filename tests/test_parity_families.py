@@ -21,6 +21,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 CASES = {
     "qwen3": plain_config("qwen3"),
     "qwen3_tied": plain_config("qwen3", 3, tied=True, nq=6, nkv=3, head_dim=8, rope_theta=1e6),
@@ -28,6 +32,8 @@ CASES = {
     "qwen2_tied": plain_config("qwen2", tied=True, nq=2, nkv=1, use_sliding_window=False, sliding_window=8),
     "llama": plain_config("llama"),
     "llama_heads": plain_config("llama", 3, nq=4, nkv=4, head_dim=12, rms_norm_eps=1e-5, attention_bias=False),
+    # with 64 original positions, turns of 6 tokens stay, those of 32 are blended, longer ones stretched
+    "llama3": plain_config("llama", hidden=64, rope_theta=5e5, rope_scaling=LLAMA3),
 }
 
 

@@ -85,7 +85,12 @@ LAYER = "model.layers.1."
 MODELS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "mixture of experts": (put(num_experts=8), ("num_experts", "mixture of experts", "dense")),
     "MoE by its type": (put(model_type="qwen3_5_moe"), ("qwen3_5_moe", "mixture of experts")),
-    "another family": (put(model_type="llama"), ("model_type", "'llama'", "Qwen3.5")),
+    "another family": (put(model_type="mistral"), ("model_type", "'mistral'", "Qwen3.5, Qwen3, Qwen2 or Llama")),
+    "Qwen3's type on hybrid layers": (put(model_type="qwen3"), ("partial_rotary_factor", "Qwen3")),
+    "a vision model of another family": (put(model_type="qwen2_5_vl"), ("'qwen2_5_vl'", "Qwen3.5")),
+    "sliding windows": (put(use_sliding_window=True), ("use_sliding_window", "true", "Sliding windows")),
+    "an MLP with a bias": (put(mlp_bias=True), ("mlp_bias", "true")),
+    "Llama 3's RoPE elsewhere": (rope(rope_type="llama3"), ("rope_type", "'llama3'", "'default'")),
     "no type": (without("model_type"), ("model_type", "got nothing")),
     "nested type, flat file": (put(model_type="qwen3_5"), ("text_config",)),
     "scaled RoPE": (rope(rope_type="yarn"), ("rope_type", "'yarn'", "'default'")),

@@ -12,6 +12,7 @@ shape and nothing about its weights. Symbols (used in every shape comment of the
 | `nq nkv hd` | `num_attention_heads num_key_value_heads head_dim` (by family) | full attention |
 | `rot` | `⌊head_dim · partial_rotary_factor⌋` (0.25) | leading dims of a head that RoPE turns |
 | `rope_theta` | `rope_parameters.rope_theta`, or `rope_theta` | RoPE base; there is no default |
+| `rope_llama3` | `factor low_freq_factor high_freq_factor original_max_position_embeddings` | None: plain RoPE |
 | `nk nv` | `linear_num_key_heads`, `linear_num_value_heads` (16, 32) | Gated DeltaNet heads |
 | `dk dv conv` | `linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim` (128, 128, 4) | their sizes |
 | `eps` | `rms_norm_eps` (1e-6) | of every RMSNorm |
@@ -77,6 +78,7 @@ class Geometry:
     qk_norm: bool = True
     attn_gate: bool = True
     qkv_bias: bool = False
+    rope_llama3: tuple[float, ...] | None = None
 
     @property
     def n_layers(self) -> int:
@@ -128,11 +130,11 @@ class Geometry:
         `widths`: MLP width of each layer, where they are known from tensor shapes; `intermediate_size` must be their
         maximum. Default: `intermediate_size` in every layer.
 
-        Raises `ModelError`, by name, for: another `model_type`; MoE; quantised weights; unknown layer types or a
-        list of the wrong length; a `rope_type` other than default; a theta, partial factor or tie flag given twice with
-        different values; any other key on which root and `text_config` disagree; no theta; `attention_bias`,
-        `mlp_bias`, sliding windows; an `attn_output_gate` that the family does not have, or lacks; a `hidden_act` other
-        than silu; `num_loops` other than 1; missing or impossible sizes.
+        Raises `ModelError`, by name, for: another `model_type`; MoE; quantised weights; unknown layer types or a list
+        of the wrong length; a `rope_type` other than default (llama3 too, in a Llama model); a theta, partial factor or
+        tie flag given twice with different values; any other key on which root and `text_config` disagree; no theta;
+        `attention_bias`, `mlp_bias`, sliding windows; an `attn_output_gate` that the family does not have, or lacks; a
+        `hidden_act` other than silu; `num_loops` other than 1; missing or impossible sizes.
         """
         c = Config(config)
         family = _family(c)
@@ -153,7 +155,7 @@ class Geometry:
             nk == 0 or nv % nk == 0, "linear_num_value_heads", f"{nv} over {nk} key heads", "a multiple",
             "Mend config.json.",
         )  # fmt: skip
-        theta, rot = _rope(c, hd, family)
+        theta, rot, llama3 = _rope(c, hd, family)
         per_layer = (wide,) * n_layers if widths is None else tuple(int(w) for w in widths)
         need(
             len(per_layer) == n_layers and max(per_layer) == wide and min(per_layer) > 0,
@@ -170,7 +172,7 @@ class Geometry:
             max_position=c.size("max_position_embeddings", 32768), eos_ids=_eos(c, vocab),
             prefix=_prefix(tensor_names, c.nested),
             zero_centered=family.zero_centered, qk_norm=family.qk_norm, attn_gate=family.attn_gate,
-            qkv_bias=family.qkv_bias,
+            qkv_bias=family.qkv_bias, rope_llama3=llama3,
         )  # fmt: skip
 
 
@@ -249,8 +251,8 @@ def _layer_types(c: Config, n_layers: int, family: Family) -> tuple[str, ...]:
     return tuple(types)
 
 
-def _rope(c: Config, hd: int, family: Family) -> tuple[float, int]:
-    """(theta, rotary dims) from every place that may hold them; two places must agree."""
+def _rope(c: Config, hd: int, family: Family) -> tuple[float, int, tuple[float, ...] | None]:
+    """(theta, rotary dims, llama3's stretch) from every place that may hold them; two places must agree."""
     places: list[tuple[str, Mapping[str, Any]]] = []
     for where, level in c.places:
         for key in ("rope_parameters", "rope_scaling"):
@@ -258,13 +260,17 @@ def _rope(c: Config, hd: int, family: Family) -> tuple[float, int]:
             if value is not None:
                 need(isinstance(value, Mapping), f"config.json: {key}", repr(value), "an object", "Mend config.json.")
                 places.append((f"{key} of {where}", value))
+    known = ("default", "llama3") if family is families.LLAMA else ("default",)
+    kinds = set()
     for where, place in places:
         for key in ("rope_type", "type"):
             kind = place.get(key, "default")
             need(
-                kind == "default", f"config.json: {key} in {where}", repr(kind), "'default'",
-                "Scaled RoPE is not supported: use the model without it.",
+                kind in known, f"config.json: {key} in {where}", repr(kind), " or ".join(map(repr, known)),
+                "Other scaled RoPE is not supported: use the model without it.",
             )  # fmt: skip
+            kinds.add(kind)
+    llama3 = _llama3(places) if "llama3" in kinds else None
     places += c.places
     theta = _agreed(places, "rope_theta")
     need(
@@ -284,7 +290,20 @@ def _rope(c: Config, hd: int, family: Family) -> tuple[float, int]:
         "an even number of dims, at most head_dim", "Mend config.json.",
     )  # fmt: skip
     assert theta is not None
-    return theta, rot
+    return theta, rot, llama3
+
+
+def _llama3(places: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[float, ...]:
+    """(factor, low, high, original positions) of Llama 3's RoPE."""
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    values: list[float] = []
+    for key in keys:
+        value, beside = _agreed(places, key), "a positive number beside rope_type 'llama3'"
+        need(value is not None, f"config.json: {key}", "nothing", beside, "Take the model's own config.json.")
+        values.append(value or 0.0)
+    _, low, high, _ = values
+    need(low < high, "config.json: high_freq_factor", high, f"more than low_freq_factor {low}", "Mend config.json.")
+    return tuple(values)
 
 
 def _agreed(places: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> float | None:

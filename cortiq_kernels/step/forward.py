@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.weights import Weights
-from cortiq_kernels.ops.attention import AttnDims, attention_mixer_fwd, rope_table
+from cortiq_kernels.ops.attention import AttnDims, Llama3Rope, attention_mixer_fwd, rope_table
 from cortiq_kernels.ops.embedding import embedding_fwd
 from cortiq_kernels.ops.gated_delta import ChunkIndex, GdnDims, chunk_index, gdn_mixer_fwd
 from cortiq_kernels.ops.linear import linear_fwd
@@ -43,7 +43,8 @@ class Sequences:
 def rope_for(w: Weights, max_seqlen: int) -> tuple[Tensor, Tensor]:
     """RoPE tables of positions 0 .. max_seqlen-1 in the accumulation dtype."""
     g = w.geometry
-    return rope_table(max_seqlen, g.rot, g.rope_theta, w.acc_dtype, w.device)
+    llama3 = Llama3Rope(*g.rope_llama3) if g.rope_llama3 else None
+    return rope_table(max_seqlen, g.rot, g.rope_theta, w.acc_dtype, w.device, llama3)
 
 
 def gdn_dims(g: Geometry) -> GdnDims:
