@@ -81,8 +81,10 @@ def attention(p: Mapping[str, Tensor], at: str, n: Tensor, g) -> Tensor:
 def hidden_states(p: Mapping[str, Tensor], g, tokens: Tensor, masks: Mapping[int, Tensor] | None = None) -> Tensor:
     """One sequence: tokens [T] -> hidden states [T, H] after the final norm."""
     x = p["embed"][tokens]
-    for i, kind in enumerate(g.layer_types):
-        at = f"layers.{i}."
+    for i in range(len(g.layer_types) * g.num_loops):
+        kind, at = g.layer_types[i % len(g.layer_types)], f"layers.{i % len(g.layer_types)}."
+        if i and i % len(g.layer_types) == 0 and g.norm_between_loops:
+            x = norm(p, "final_norm", x, g)
         n = norm(p, at + "input_norm", x, g)
         x = x + (gdn if kind == "linear_attention" else attention)(p, at, n, g)
         n = norm(p, at + "post_norm", x, g)

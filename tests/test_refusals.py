@@ -1,7 +1,7 @@
 """What is refused, in the order of the specification: models, data, heal, fold, score. Each refusal is one line with
 what, got, expected and how to fix it, raised before a weight is read or a step is made, with nothing written.
 
-Looped stacks, masks, bakes, captures and closed-form folds are not there yet; their refusals come with them.
+Masks, bakes, captures and closed-form folds are not there yet; their refusals come with them.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ MODELS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "two thetas": (put(rope_theta=1e6), ("rope_theta", "10000.0", "1000000.0", "one value")),
     "odd partial factor": (rope(partial_rotary_factor=0.2), ("partial_rotary_factor", "even")),
     "quantised": (put(quantization_config={"bits": 4}), ("quantization_config", "quantised")),
-    "looped": (put(num_loops=2), ("num_loops", "2")),
+    "no passes": (put(num_loops=0), ("num_loops", "got 0", "at least 1")),
     "projections with a bias": (put(attention_bias=True), ("attention_bias",)),
     "no output gate": (put(attn_output_gate=False), ("attn_output_gate",)),
     "another activation": (put(hidden_act="gelu"), ("hidden_act", "'gelu'")),

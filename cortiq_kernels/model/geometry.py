@@ -19,6 +19,8 @@ shape and nothing about its weights. Symbols (used in every shape comment of the
 | `tied` | `tie_word_embeddings` (false) | the head is the embedding |
 | `max_position` | `max_position_embeddings` (32768) | longest sequence it was trained for |
 | `eos_ids` | `eos_token_id` | int or list; () when absent |
+| `num_loops` | `num_loops` (1) | passes over the layers, one after another with the same weights |
+| `norm_between_loops` | `norm_between_loops` (false) | the final norm also runs between passes |
 | `zero_centered` | by family | norms multiply by 1 + w, not by w (that of Gated DeltaNet always by w) |
 | `qk_norm attn_gate qkv_bias` | by family | full attention: norm of q and k, output gate, bias of q, k and v |
 
@@ -79,11 +81,26 @@ class Geometry:
     attn_gate: bool = True
     qkv_bias: bool = False
     rope_llama3: tuple[float, ...] | None = None
+    norm_between_loops: bool = False
 
     @property
     def n_layers(self) -> int:
-        """Number of layers L."""
+        """Number of layers L that have weights."""
         return len(self.layer_types)
+
+    @property
+    def n_virtual(self) -> int:
+        """Layers that run, L · num_loops: virtual layer vl has the weights of layer vl mod L."""
+        return self.n_layers * self.num_loops
+
+    def physical(self, layer: int) -> int:
+        """The layer whose weights virtual layer `layer` has."""
+        return layer % self.n_layers
+
+    def norm_after(self, layer: int) -> bool:
+        """Whether the final norm runs between virtual layer `layer` and the next."""
+        ends_pass = (layer + 1) % self.n_layers == 0 and layer + 1 < self.n_virtual
+        return self.norm_between_loops and ends_pass
 
     @property
     def conv_channels(self) -> int:
@@ -106,8 +123,8 @@ class Geometry:
         return len(set(self.intermediate)) == 1
 
     def is_full(self, layer: int) -> bool:
-        """Whether `layer` is full attention (otherwise it is a Gated DeltaNet)."""
-        return self.layer_types[layer] == FULL
+        """Whether (virtual) layer `layer` is full attention (otherwise it is a Gated DeltaNet)."""
+        return self.layer_types[self.physical(layer)] == FULL
 
     def with_widths(self, widths: Sequence[int]) -> Geometry:
         """The same model with MLP widths `widths` (one per layer)."""
@@ -134,7 +151,7 @@ class Geometry:
         of the wrong length; a `rope_type` other than default (llama3 too, in a Llama model); a theta, partial factor or
         tie flag given twice with different values; any other key on which root and `text_config` disagree; no theta;
         `attention_bias`, `mlp_bias`, sliding windows; an `attn_output_gate` that the family does not have, or lacks; a
-        `hidden_act` other than silu; `num_loops` other than 1; missing or impossible sizes.
+        `hidden_act` other than silu; more than 4096 layers or runs of layers; missing or impossible sizes.
         """
         c = Config(config)
         family = _family(c)
@@ -173,6 +190,8 @@ class Geometry:
             prefix=_prefix(tensor_names, c.nested),
             zero_centered=family.zero_centered, qk_norm=family.qk_norm, attn_gate=family.attn_gate,
             qkv_bias=family.qkv_bias, rope_llama3=llama3,
+            num_loops=c.size("num_loops", 1, most=MOST_LAYERS // n_layers),
+            norm_between_loops=c.flag("norm_between_loops", False),
         )  # fmt: skip
 
 
@@ -226,8 +245,6 @@ def _refuse_unsupported(c: Config, family: Family) -> None:
     for key, value, what in (*fixed, ("attn_output_gate", family.attn_gate, gate)):
         found, words = c.flag(key, value), ("false", "true")
         need(found == value, f"config.json: {key}", words[found], words[value], f"{what} is not supported.")
-    loops = c.get("num_loops", 1)
-    need(loops == 1, "config.json: num_loops", repr(loops), "1", "Looped stacks are not supported yet.")
 
 
 def _layer_types(c: Config, n_layers: int, family: Family) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 `dx` [N, H] is the gradient of the residual stream, in the working dtype. A branch's gradient is `dx` itself (the
 residual add), and each norm adds its share (`+=`). Weight gradients go to the trained store's flat gradient in the
 accumulation dtype, `=` on the first micro-batch of a step and `+=` after (`accumulate`); what is not trained gets none
-and costs nothing.
+and costs nothing. In a looped stack the visits of a layer add up: `=` on the last one alone, which comes first here.
 """
 
 from __future__ import annotations
@@ -36,15 +36,20 @@ def backward(
 ) -> Tensor:
     """Gradient of the hidden states -> gradients of everything trained in layers `stop ..`; returns dx entering `stop`.
 
-    `dmasks` [F] (accumulation dtype, `=`/`+=` like the weights) receives the gradient of each layer's per-neuron gate.
+    `dmasks` [F] (accumulation dtype, `=`/`+=` by micro-batch) receives the gradient of each layer's per-neuron gate.
+    Masks belong to a visit, so to the (virtual) layers as they run.
     """
     g = w.geometry
     buf.dx.zero_()
     norm_backward(w, "final_norm", dhidden, buf.final_norm, buf.dx, accumulate)
-    for i in reversed(range(stop, g.n_layers)):
+    for i in reversed(range(stop, g.n_virtual)):
+        if g.norm_after(i):
+            buf.dn.copy_(buf.dx)
+            norm_backward(w, "final_norm", buf.dn, buf.loop_norms[i], buf.dx.zero_(), accumulate=True)
         mask = masks.get(i) if masks else None
         dmask = dmasks.get(i) if dmasks else None
-        layer_backward(w, buf, buf.kept[i], i, seqs, accumulate, mask, dmask)
+        again = accumulate or i + g.n_layers < g.n_virtual
+        layer_backward(w, buf, buf.kept[i], i, seqs, again, mask, dmask, accumulate_mask=accumulate)
     return buf.dx
 
 
@@ -64,10 +69,14 @@ def layer_backward(
     accumulate: bool,
     mask: Tensor | None,
     dmask: Tensor | None,
+    accumulate_mask: bool,
 ) -> None:
-    """One layer, MLP then mixer: buf.dx becomes the gradient of the stream that entered the layer."""
-    g, at, dx = w.geometry, f"layers.{i}.", buf.dx
-    f = g.intermediate[i]
+    """One layer, MLP then mixer: buf.dx becomes the gradient of the stream that entered the layer.
+
+    `accumulate` is of the weights' gradients, `accumulate_mask` of dmask.
+    """
+    g, at, dx = w.geometry, f"layers.{w.geometry.physical(i)}.", buf.dx
+    f = g.intermediate[g.physical(i)]
     dact = linear_bwd_x(dx, w[at + "down"], out=cut(buf.dact, f))
     dgate_up, act, _ = swiglu_mlp_bwd(
         dact,
@@ -76,7 +85,7 @@ def layer_backward(
         dgate_up=cut(buf.dgate_up, 2 * f),
         act=cut(buf.act, f),
         dmask=dmask,
-        accumulate=accumulate,
+        accumulate=accumulate_mask,
     )
     weight_grad(w, at + "down", dx, act, accumulate)
     if w.grad(at + "gate_up") is not None:
@@ -90,7 +99,7 @@ def layer_backward(
     dmix = linear_bwd_x(dx, w[out_name], out=cut(buf.dmix, o))
     if w.grad(at + mixer_in(g, i)) is not None:
         norm_forward(w, at + "input_norm", s.x_mix, None, out=s.n_mix)
-    mix_backward = gdn_backward if g.layer_types[i] == "linear_attention" else attn_backward
+    mix_backward = attn_backward if g.is_full(i) else gdn_backward
     dn = mix_backward(w, s, at, dmix, cut(buf.dproj, p), buf.dn, seqs, accumulate)
     weight_grad(w, out_name, dx, s.mix, accumulate)
     norm_backward(w, at + "input_norm", dn, s.norm_mix, dx, accumulate)

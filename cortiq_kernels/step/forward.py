@@ -1,7 +1,8 @@
 """Forward of the stack, as a list of op calls. `backward.py` is this file read from the bottom up.
 
 Everything is token-major `[N, .]`, N = batch * max_seqlen. A branch's output `r` is added to the residual stream by
-the next norm (`add_rms_norm`), so `x` and `r` travel as a pair from layer to layer.
+the next norm (`add_rms_norm`), so `x` and `r` travel as a pair from layer to layer. Layers are counted as they run:
+in a looped stack layer i has the weights of layer i mod L.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def forward(
     `save` keeps what the backward needs in `buf` (layers from `buf.save_from` on). `masks` maps a layer to its
     per-neuron gate [F] (absent: 1). `x` may be `buf.x_out`; it is not changed.
     """
-    x, r = layers_forward(w, buf, x, seqs, buf.first, w.geometry.n_layers, save=save, masks=masks)
+    x, r = layers_forward(w, buf, x, seqs, buf.first, w.geometry.n_virtual, save=save, masks=masks)
     _, buf.final_norm = norm_forward(w, "final_norm", x, r, x_out=buf.x_out, out=buf.hidden)
     return buf.hidden
 
@@ -110,12 +111,17 @@ def layers_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Layers start .. stop-1: (x, r) with the residual stream after them being x + r (r None when there are no layers).
 
-    `after_layer(i)` is called when layer i is done; its gated activation is then in `buf.act` (`cut` to its width).
+    A norm between passes belongs to the layer before it. `after_layer(i)` is called when layer i is done; its gated
+    activation is then in `buf.act` (`cut` to its width).
     """
     r: Tensor | None = None
     for i in range(start, stop):
         mask = masks.get(i) if masks else None
         x, r = layer_forward(w, buf, buf.slots(i, save), i, x, r, seqs, save and i in buf.kept, mask)
+        if buf.loop_out is not None and w.geometry.norm_after(i):
+            kept = buf.loop_x[i] if save and i in buf.loop_x else None
+            x, buf.loop_norms[i] = norm_forward(w, "final_norm", x, r, x_out=kept, out=buf.loop_out)
+            r = None
         if after_layer is not None:
             after_layer(i)
     return x, r
@@ -136,14 +142,14 @@ def layer_forward(
 
     `save`: keep what the mixer's backward needs. `mask` [F]: the layer's per-neuron gate.
     """
-    g, at = w.geometry, f"layers.{i}."
+    g, at = w.geometry, f"layers.{w.geometry.physical(i)}."
     n, s.norm_mix = norm_forward(w, at + "input_norm", x, r, x_out=s.x_mix, out=s.n_mix)
-    mix_forward = gdn_forward if g.layer_types[i] == "linear_attention" else attn_forward
+    mix_forward = attn_forward if g.is_full(i) else gdn_forward
     mix_forward(w, s, at, n, seqs, save)
     linear_fwd(s.mix, w[at + mixer_out(g, i)], out=buf.r)
     n, s.norm_mlp = norm_forward(w, at + "post_norm", s.x_mix, buf.r, x_out=s.x_mlp, out=s.n_mlp)
     linear_fwd(n, w[at + "gate_up"], out=s.gate_up)
-    act = swiglu_mlp_fwd(s.gate_up, mask, out=cut(buf.act, g.intermediate[i]))
+    act = swiglu_mlp_fwd(s.gate_up, mask, out=cut(buf.act, g.intermediate[g.physical(i)]))
     linear_fwd(act, w[at + "down"], out=buf.r)
     return s.x_mlp, buf.r
 
@@ -192,9 +198,9 @@ def attn_forward(w: Weights, s: LayerSlots, at: str, n: Tensor, seqs: Sequences,
 
 def mixer_in(g: Geometry, layer: int) -> str:
     """Name of the projection from the normed residual stream into the mixer."""
-    return "in_proj" if g.layer_types[layer] == "linear_attention" else "qkv_proj"
+    return "qkv_proj" if g.is_full(layer) else "in_proj"
 
 
 def mixer_out(g: Geometry, layer: int) -> str:
     """Name of the projection from the mixer back to the residual stream."""
-    return "out_proj" if g.layer_types[layer] == "linear_attention" else "o_proj"
+    return "o_proj" if g.is_full(layer) else "out_proj"

@@ -56,8 +56,8 @@ def train_bytes(
     """
     acc = acc_dtype(dtype).itemsize
     buffers = Buffers(g, n, dtype, torch.device("meta"), first=first, save_from=train_from)
-    kept, layers = range(train_from, g.n_layers), range(first, g.n_layers)
-    saved = sum(mixer_saved(g, i, n, window, dtype, device) + 2 * n * acc for i in kept) + n * acc
+    kept, layers = range(train_from, g.n_virtual), range(first, g.n_virtual)
+    saved = sum(mixer_saved(g, i, n, window, dtype, device) + (2 + g.norm_after(i)) * n * acc for i in kept) + n * acc
     work = [layer_workspace(g, i, n, window, dtype, device, backward=i >= train_from) for i in layers]
     update = _ADAM_COPIES * acc * min(trained, _ADAM_CHUNK.get(device, _ADAM_CHUNK["cpu"]))
     return StepBytes(buffers.nbytes, saved, max(*work, update), head_bytes(g, rows, dtype, device, backward=True))
@@ -100,7 +100,7 @@ def layer_workspace(
     """Most bytes that the mixer or the MLP of a layer has alive for itself."""
     acc = acc_dtype(dtype).itemsize
     cast = 0 if dtype.itemsize == acc else 1  # 16-bit operands are converted first
-    f = g.intermediate[layer]
+    f = g.intermediate[g.physical(layer)]
     mlp = n * f * acc * ((4 + 3 * cast) if backward else (1 + 2 * cast))
     mixer: float
     if g.is_full(layer):

@@ -103,6 +103,17 @@ def test_empty_lists_of_the_dense_files_are_not_moe(text_config):
     Geometry.from_config(text_config)
 
 
+def test_looped_stacks(text_config):
+    once = Geometry.from_config(text_config)
+    assert (once.num_loops, once.n_virtual, once.norm_between_loops) == (1, 3, False)
+    g = Geometry.from_config({**text_config, "num_loops": 3, "norm_between_loops": True})
+    assert (g.n_layers, g.n_virtual) == (3, 9) and [g.physical(i) for i in (0, 2, 3, 8)] == [0, 2, 0, 2]
+    assert [i for i in range(9) if g.norm_after(i)] == [2, 5]
+    assert [g.is_full(i) for i in range(9)] == [False, True, False] * 3
+    g = Geometry.from_config({**text_config, "num_loops": 3})
+    assert not any(map(g.norm_after, range(9)))
+
+
 def test_dtype_entries_are_ignored(text_config):
     g = Geometry.from_config(text_config)
     assert Geometry.from_config({**text_config, "torch_dtype": "float16", "dtype": "bfloat16"}) == g
@@ -136,7 +147,10 @@ REFUSED = {
     "llama3 rope in Qwen3.5": ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "'llama3'.*'default'"),
     "sliding windows": ({"use_sliding_window": True}, "use_sliding_window"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act.*'gelu'"),
-    "loops": ({"num_loops": 2}, "num_loops"),
+    "no loops": ({"num_loops": 0}, "num_loops: got 0"),
+    "too many loops": ({"num_loops": 1366}, "num_loops: got 1366; expected.*at most 1365"),
+    "half a loop": ({"num_loops": 1.5}, "num_loops: got 1.5"),
+    "loop norm": ({"num_loops": 2, "norm_between_loops": 1}, "norm_between_loops: got 1"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "missing size": ({"hidden_size": None}, "hidden_size: got nothing"),
     "size is text": ({"vocab_size": "40"}, "vocab_size: got '40'"),
@@ -181,7 +195,6 @@ PLAIN_REFUSED = {
     ),
     "activation": ("llama", {"hidden_act": "gelu"}, "hidden_act"),
     "nested": ("qwen3", {"text_config": {"model_type": "qwen3"}}, "model_type.*qwen3_5 with text_config"),
-    "loops": ("llama", {"num_loops": 2}, "num_loops"),
 }  # fmt: skip
 
 
