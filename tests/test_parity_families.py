@@ -111,8 +111,8 @@ def test_a_directory_we_write_loads_in_transformers(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["qwen3", "qwen2", "llama_heads"])
-def test_fold_heal_and_score(case, tmp_path):
-    """The three recipes on a directory of each family; transformers agrees on the source and on the healed fold."""
+def test_capture_fold_heal_and_score(case, tmp_path):
+    """The recipes on a directory of each family; transformers agrees on the source and on the healed fold."""
     save(case, tmp_path / "m")
     test = id_rows(61, (20, 31, 7), first=2)
     train = id_rows(61, (30, 25, 32, 28), "train", seed=1) + id_rows(61, (26, 9), "val", seed=2)
@@ -121,6 +121,13 @@ def test_fold_heal_and_score(case, tmp_path):
     fold, healed = tmp_path / "fold", tmp_path / "healed"
     assert cortiq("fold", "--model", tmp_path / "m", "--out", fold, "--keep", "0.5", "--align", "8", *common).json
     assert open_model(fold).geometry.intermediate[0] == 24
+    grams, repaired = tmp_path / "grams.safetensors", tmp_path / "repaired"
+    done = cortiq("capture", "--model", tmp_path / "m", "--out", grams, *common)
+    assert done.status == 0, done.err
+    more = ("--keep", "0.5", "--align", "8", "--grams", grams, "--device", "cpu")
+    done = cortiq("fold", "--model", tmp_path / "m", "--out", repaired, *more)
+    assert done.status == 0, done.err
+    assert nll(model=repaired, data=data)[0] != nll(model=fold, data=data)[0]
     done = cortiq(
         "heal", "--student", fold, "--teacher", tmp_path / "m", "--out", healed, "--lr", "1e-3", "--epochs", "4",
         "--topk", "8", *common,
