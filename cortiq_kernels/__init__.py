@@ -1,4 +1,4 @@
-"""cortiq_kernels: shrink, specialise and heal a Qwen3.5-family model with an explicit training step.
+"""cortiq_kernels: shrink, specialise and heal an open language model with an explicit training step.
 
     model/  data/  ->  step/ (calls ops/)  ->  recipes/  ->  cli
 

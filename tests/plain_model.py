@@ -41,7 +41,8 @@ def gdn(p: Mapping[str, Tensor], at: str, n: Tensor, g) -> Tensor:
     return o.reshape(t, nv * dv) @ p[at + "out_proj"].T
 
 
-def rope(x: Tensor, rot: int, theta: float) -> Tensor:
+def rope(x: Tensor, g) -> Tensor:
+    rot, theta = g.rot, g.rope_theta
     t, half = x.shape[0], rot // 2
     freq = theta ** (-torch.arange(half, dtype=x.dtype) * 2 / rot)
     angle = torch.arange(t, dtype=x.dtype)[:, None] * freq
@@ -50,34 +51,49 @@ def rope(x: Tensor, rot: int, theta: float) -> Tensor:
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], -1)
 
 
+def norm(p: Mapping[str, Tensor], name: str, x: Tensor, g) -> Tensor:
+    return rms(x, g.eps) * (1 + p[name] if g.zero_centered else p[name])
+
+
 def attention(p: Mapping[str, Tensor], at: str, n: Tensor, g) -> Tensor:
     t, (nq, nkv, hd) = n.shape[0], (g.nq, g.nkv, g.hd)
-    q, k, v = (n @ p[at + "qkv_proj"].T).split([2 * nq * hd, nkv * hd, nkv * hd], -1)
-    q, gate = q.view(t, nq, 2 * hd).chunk(2, -1)
+    proj = n @ p[at + "qkv_proj"].T
+    if g.qkv_bias:
+        proj = proj + p[at + "qkv_bias"]
+    q, k, v = proj.split([proj.shape[1] - 2 * nkv * hd, nkv * hd, nkv * hd], -1)
     k, v = k.view(t, nkv, hd), v.view(t, nkv, hd)
-    q = rope(rms(q, g.eps) * (1 + p[at + "q_norm"]), g.rot, g.rope_theta)
-    k = rope(rms(k, g.eps) * (1 + p[at + "k_norm"]), g.rot, g.rope_theta)
+    gate = None
+    if g.attn_gate:
+        q, gate = q.view(t, nq, 2 * hd).chunk(2, -1)
+    q = q.reshape(t, nq, hd)
+    if g.qk_norm:
+        q, k = norm(p, at + "q_norm", q, g), norm(p, at + "k_norm", k, g)
+    q, k = rope(q, g), rope(k, g)
     k, v = k.repeat_interleave(nq // nkv, 1), v.repeat_interleave(nq // nkv, 1)
     score = torch.einsum("ihd,jhd->hij", q, k) * hd**-0.5
     score = score.masked_fill(torch.ones(t, t, dtype=torch.bool).triu(1), float("-inf"))
-    o = torch.einsum("hij,jhd->ihd", score.softmax(-1), v) * torch.sigmoid(gate)
+    o = torch.einsum("hij,jhd->ihd", score.softmax(-1), v)
+    if gate is not None:
+        o = o * torch.sigmoid(gate)
     return o.reshape(t, nq * hd) @ p[at + "o_proj"].T
 
 
 def hidden_states(p: Mapping[str, Tensor], g, tokens: Tensor, masks: Mapping[int, Tensor] | None = None) -> Tensor:
     """One sequence: tokens [T] -> hidden states [T, H] after the final norm."""
     x = p["embed"][tokens]
-    for i, kind in enumerate(g.layer_types):
-        at = f"layers.{i}."
-        n = rms(x, g.eps) * (1 + p[at + "input_norm"])
+    for i in range(len(g.layer_types) * g.num_loops):
+        kind, at = g.layer_types[i % len(g.layer_types)], f"layers.{i % len(g.layer_types)}."
+        if i and i % len(g.layer_types) == 0 and g.norm_between_loops:
+            x = norm(p, "final_norm", x, g)
+        n = norm(p, at + "input_norm", x, g)
         x = x + (gdn if kind == "linear_attention" else attention)(p, at, n, g)
-        n = rms(x, g.eps) * (1 + p[at + "post_norm"])
+        n = norm(p, at + "post_norm", x, g)
         gate, up = (n @ p[at + "gate_up"].T).chunk(2, -1)
         act = F.silu(gate) * up
         if masks and i in masks:
             act = act * masks[i]
         x = x + act @ p[at + "down"].T
-    return rms(x, g.eps) * (1 + p["final_norm"])
+    return norm(p, "final_norm", x, g)
 
 
 def packed_hidden(p: Mapping[str, Tensor], g, tokens: Tensor, cu_seqlens: Tensor, masks=None) -> Tensor:

@@ -1,7 +1,7 @@
 """What is refused, in the order of the specification: models, data, heal, fold, score. Each refusal is one line with
 what, got, expected and how to fix it, raised before a weight is read or a step is made, with nothing written.
 
-Looped stacks, masks, bakes, captures and closed-form folds are not there yet; their refusals come with them.
+Masks, bakes, captures and closed-form folds are not there yet; their refusals come with them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,12 @@ LAYER = "model.layers.1."
 MODELS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "mixture of experts": (put(num_experts=8), ("num_experts", "mixture of experts", "dense")),
     "MoE by its type": (put(model_type="qwen3_5_moe"), ("qwen3_5_moe", "mixture of experts")),
-    "another family": (put(model_type="llama"), ("model_type", "'llama'", "Qwen3.5")),
+    "another family": (put(model_type="mistral"), ("model_type", "'mistral'", "Qwen3.5, Qwen3, Qwen2 or Llama")),
+    "Qwen3's type on hybrid layers": (put(model_type="qwen3"), ("partial_rotary_factor", "Qwen3")),
+    "a vision model of another family": (put(model_type="qwen2_5_vl"), ("'qwen2_5_vl'", "Qwen3.5")),
+    "sliding windows": (put(use_sliding_window=True), ("use_sliding_window", "true", "Sliding windows")),
+    "an MLP with a bias": (put(mlp_bias=True), ("mlp_bias", "true")),
+    "Llama 3's RoPE elsewhere": (rope(rope_type="llama3"), ("rope_type", "'llama3'", "'default'")),
     "no type": (without("model_type"), ("model_type", "got nothing")),
     "nested type, flat file": (put(model_type="qwen3_5"), ("text_config",)),
     "scaled RoPE": (rope(rope_type="yarn"), ("rope_type", "'yarn'", "'default'")),
@@ -94,7 +99,7 @@ MODELS: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "two thetas": (put(rope_theta=1e6), ("rope_theta", "10000.0", "1000000.0", "one value")),
     "odd partial factor": (rope(partial_rotary_factor=0.2), ("partial_rotary_factor", "even")),
     "quantised": (put(quantization_config={"bits": 4}), ("quantization_config", "quantised")),
-    "looped": (put(num_loops=2), ("num_loops", "2")),
+    "no passes": (put(num_loops=0), ("num_loops", "got 0", "positive")),
     "projections with a bias": (put(attention_bias=True), ("attention_bias",)),
     "no output gate": (put(attn_output_gate=False), ("attn_output_gate",)),
     "another activation": (put(hidden_act="gelu"), ("hidden_act", "'gelu'")),

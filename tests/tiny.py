@@ -40,6 +40,33 @@ def config(
     } | more
 
 
+#: transformers' class names, by model_type
+FAMILIES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
+
+
+def plain_config(
+    family: str, layers: int = 2, *, hidden=32, ffn=48, vocab=61, nq=4, nkv=2, tied=False, **more
+) -> dict:
+    """config.json of a softmax-attention model: `family` is its model_type."""
+    return {
+        "model_type": family,
+        "architectures": [f"{FAMILIES[family]}ForCausalLM"],
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": nq,
+        "num_key_value_heads": nkv,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": tied,
+        "rope_theta": 10000.0,
+        "eos_token_id": 0,
+        "dtype": "float32",
+    } | ({"head_dim": 16} if family == "qwen3" else {}) | more  # fmt: skip
+
+
 def geometry(*args, **kwargs) -> Geometry:
     return Geometry.from_config(config(*args, **kwargs))
 

@@ -257,7 +257,7 @@ def _check_tensors(root: Path, g: Geometry, tensors: Mapping[str, TensorInfo]) -
     ]
     if strange:
         raise ModelError(
-            f"{root}: got {len(strange)} tensors that a {g.n_layers}-layer Qwen3.5 text model does not have "
+            f"{root}: got {len(strange)} tensors that a {g.n_layers}-layer model of this config does not have "
             f"({', '.join(strange[:3])}); expected none. Is config.json this model's own?"
         )
 

@@ -92,7 +92,7 @@ def plan_layout(
     or "all" (every layer, embed, head and final_norm; needs `train_from` 0).
     `first_layer` > 0 holds only layers >= `first_layer`, final_norm and the head (a tied head is the embedding, so then
     that too); training must start there or later.
-    Raises `ValueError` for anything else.
+    The stack of a looped model is held whole: every pass needs it. Raises `ValueError` for anything else.
     """
     if train not in TRAIN_MODES:
         raise ValueError(f"train: got {train!r}; expected one of {list(TRAIN_MODES)}. Choose one.")
@@ -105,6 +105,10 @@ def plan_layout(
         raise ValueError(
             f"train_from: got {train_from}; expected at least first_layer {first_layer}. "
             "Hold those layers, or freeze them."
+        )
+    if first_layer and g.num_loops > 1:
+        raise ValueError(
+            f"first_layer: got {first_layer} in a stack of {g.num_loops} passes; expected 0. Every pass needs it whole."
         )
     if train == "all" and (train_from or first_layer):
         raise ValueError(

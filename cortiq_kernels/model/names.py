@@ -13,12 +13,14 @@ Internally, projections that read the same input are rows of one matrix, so that
 | `layers.{i}.conv` | [C, W] | `linear_attn.conv1d.weight` [C, 1, W] |
 | `layers.{i}.A_log`, `.dt_bias`, `.gdn_norm` | [nv], [nv], [dv] | `linear_attn.A_log`, `.dt_bias`, `.norm.weight` |
 | `layers.{i}.out_proj` | [H, nv·dv] | `linear_attn.out_proj` |
-| `layers.{i}.qkv_proj` | [2·nq·hd + 2·nkv·hd, H] | `self_attn.q_proj` (per head q, gate), `k_proj`, `v_proj` |
-| `layers.{i}.q_norm`, `.k_norm` | [hd] | `self_attn.q_norm.weight`, `.k_norm.weight` |
+| `layers.{i}.qkv_proj` | [P, H] | `self_attn.q_proj` (per head q, and the gate if there is one), `k_proj`, `v_proj` |
+| `layers.{i}.qkv_bias` | [P] | `self_attn.q_proj.bias`, `k_proj.bias`, `v_proj.bias`, where `g.qkv_bias` |
+| `layers.{i}.q_norm`, `.k_norm` | [hd] | `self_attn.q_norm.weight`, `.k_norm.weight`, where `g.qk_norm` |
 | `layers.{i}.o_proj` | [H, nq·hd] | `self_attn.o_proj` |
 
-"Vectors" are the norms, `A_log`, `dt_bias` and `conv`: held in the accumulation dtype whatever the working dtype.
-Everything else is a matrix.
+P = 2·nq·hd + 2·nkv·hd, or nq·hd + 2·nkv·hd without an output gate. The gate and up projections, norms and globals have
+the same names in every family. "Vectors" are the norms, `A_log`, `dt_bias`, `qkv_bias` and `conv`: held in the
+accumulation dtype whatever the working dtype. Everything else is a matrix.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from cortiq_kernels.model.geometry import Geometry
 
 HEAD = "lm_head.weight"
 _VECTORS = frozenset(
-    {"input_norm", "post_norm", "conv", "A_log", "dt_bias", "gdn_norm", "q_norm", "k_norm", "final_norm"}
+    {"input_norm", "post_norm", "conv", "A_log", "dt_bias", "gdn_norm", "q_norm", "k_norm", "qkv_bias", "final_norm"}
 )
 
 
@@ -44,7 +46,7 @@ class Slot(NamedTuple):
 
 
 def is_vector(internal: str) -> bool:
-    """Whether an internal name is a vector (norm, A_log, dt_bias, conv), so held in the accumulation dtype."""
+    """Whether an internal name is a vector (norm, A_log, dt_bias, bias, conv), so held in the accumulation dtype."""
     return internal.rsplit(".", 1)[-1] in _VECTORS
 
 
@@ -59,11 +61,11 @@ def layer_slots(g: Geometry, i: int) -> list[Slot]:
     h, f, c = g.hidden, g.intermediate[i], g.conv_channels
     out = [Slot(f"{name}input_norm", f"{pre}input_layernorm.weight", (0, h), (h,))]
 
-    def stack(internal: str, *parts: tuple[str, int]) -> None:
-        """Matrices [rows, H] stacked as one."""
+    def stack(internal: str, *parts: tuple[str, int], kind: str = "weight", tail: tuple[int, ...] = (h,)) -> None:
+        """Matrices [rows, H] (or biases [rows]) stacked as one."""
         start = 0
         for published, rows in parts:
-            out.append(Slot(name + internal, f"{pre}{published}.weight", (start, start + rows), (rows, h)))
+            out.append(Slot(name + internal, f"{pre}{published}.{kind}", (start, start + rows), (rows, *tail)))
             start += rows
 
     def one(internal: str, published: str, *shape: int) -> None:
@@ -71,12 +73,14 @@ def layer_slots(g: Geometry, i: int) -> list[Slot]:
         out.append(Slot(name + internal, pre + published, (0, shape[0]), shape))
 
     if g.is_full(i):
-        stack(
-            "qkv_proj", ("self_attn.q_proj", 2 * g.nq * g.hd), ("self_attn.k_proj", g.nkv * g.hd),
-            ("self_attn.v_proj", g.nkv * g.hd),
-        )  # fmt: skip
-        one("q_norm", "self_attn.q_norm.weight", g.hd)
-        one("k_norm", "self_attn.k_norm.weight", g.hd)
+        q = g.attn_width - 2 * g.nkv * g.hd
+        qkv = (("self_attn.q_proj", q), ("self_attn.k_proj", g.nkv * g.hd), ("self_attn.v_proj", g.nkv * g.hd))
+        stack("qkv_proj", *qkv)
+        if g.qkv_bias:
+            stack("qkv_bias", *qkv, kind="bias", tail=())
+        if g.qk_norm:
+            one("q_norm", "self_attn.q_norm.weight", g.hd)
+            one("k_norm", "self_attn.k_norm.weight", g.hd)
         one("o_proj", "self_attn.o_proj.weight", h, g.nq * g.hd)
     else:
         stack(

@@ -21,7 +21,7 @@ from typing import IO, Any
 import torch
 
 from cortiq_kernels import reading
-from cortiq_kernels.model.geometry import LARGEST, ModelError
+from cortiq_kernels.model.config_values import LARGEST, ModelError
 
 _BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16,

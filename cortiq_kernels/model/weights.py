@@ -176,7 +176,7 @@ class Weights:
     ) -> Weights:
         """Weights from scratch, drawn in float32, the same for every `dtype`, `train`, `first_layer` and `world`.
 
-        Matrices normal(0, `std`); zero-centred norms 0; the GDN norm 1; `A_log` = log U(0.01, 16); `dt_bias` 1
+        Matrices normal(0, `std`); zero-centred norms 0, others 1; `qkv_bias` 0; `A_log` = log U(0.01, 16); `dt_bias` 1
         (those are transformers' for Qwen3.5); conv U(±1/√W) (transformers draws normal(0, 0.02), which leaves q and k
         so small that the l2norm's epsilon decides them). `vector_noise` adds normal(0, `vector_noise`) to every vector.
         `generate_on`: the device that draws. "cpu" gives the same values everywhere; the GPU is quicker for large
@@ -192,7 +192,7 @@ class Weights:
                 continue
             gen.manual_seed(seed * 1_000_003 + i)  # a seed per tensor: what else is held changes nothing
             t = torch.empty(shape, dtype=torch.float32, device=generate_on)
-            w.assign(name, _draw(name, t, gen, std, vector_noise))
+            w.assign(name, _draw(name, t, gen, std, vector_noise, geometry.zero_centered))
         return w
 
     def __getitem__(self, name: str) -> Tensor:
@@ -315,7 +315,7 @@ def _bad_values(where: str, value: Tensor, dtype: torch.dtype) -> ModelError:
     return ModelError(f"{where}: got values {why}; expected finite ones. Mend the file, or use another dtype.")
 
 
-def _draw(name: str, t: Tensor, gen: torch.Generator, std: float, noise: float) -> Tensor:
+def _draw(name: str, t: Tensor, gen: torch.Generator, std: float, noise: float, zero_centered: bool) -> Tensor:
     """Fill `t` with initial values for `name`."""
     kind = name.rsplit(".", 1)[-1]
     if not _names.is_vector(name):
@@ -326,7 +326,8 @@ def _draw(name: str, t: Tensor, gen: torch.Generator, std: float, noise: float) 
         bound = t.shape[1] ** -0.5
         t.uniform_(-bound, bound, generator=gen)
     else:
-        t.fill_(1.0 if kind in ("dt_bias", "gdn_norm") else 0.0)
+        plain = kind in ("dt_bias", "gdn_norm") or (kind.endswith("_norm") and not zero_centered)
+        t.fill_(1.0 if plain else 0.0)
     if noise:
         t += noise * torch.empty_like(t).normal_(generator=gen)
     return t

@@ -4,10 +4,11 @@ Maths (per row of width H; sums over the row)
     forward     x̃    = x + r                         rounded to the working dtype; this is the residual stream
                 rstd = (mean(x̃²) + eps)^-½
                 x̂    = x̃ · rstd
-                n    = x̂ · (1 + w)
-    backward    g    = dn · (1 + w)
+                n    = x̂ · gain
+    backward    g    = dn · gain
                 dx  += rstd · (g − x̂ · mean(g·x̂))    also the gradient of r: the add passes it through
                 dw   = Σ_rows dn · x̂                 (`=` or `+=`)
+    gain is 1 + w (`zero_centered`, as Qwen3.5 stores it) or w (Qwen3, Qwen2, Llama).
 
 | tensor | shape | dtype |
 |---|---|---|
@@ -18,7 +19,7 @@ Maths (per row of width H; sums over the row)
 Precision: everything after the rounding of x̃ is in f32 (f64 for f64), rounded once into n. dx is read, summed in f32
 and rounded once. Rows are independent; N = 0 gives dw = 0. No masking: a row of zeros gives n = 0 and, with dn = 0,
 adds exactly 0. In f32, |x| above about 1e19 overflows the mean of squares (n = 0), as in every f32 RMS norm.
-Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; the weight is zero-centred as in Qwen3.5.
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 """
 
 from __future__ import annotations
@@ -41,10 +42,15 @@ class RmsNormSaved(NamedTuple):
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = True) -> Tensor:
     """x·(mean(x²) + eps)^-½·(1 + weight) over the last dimension, all in the dtype of x.
 
-    `zero_centered=False` multiplies by `weight` instead of `1 + weight` (the gated norm of Gated DeltaNet).
+    `zero_centered=False` multiplies by `weight` instead of `1 + weight`.
     """
     w = weight.to(x.dtype)
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (1 + w if zero_centered else w)
+
+
+def gain(weight: Tensor, zero_centered: bool) -> Tensor:
+    """What the normed value is multiplied by: 1 + weight, or weight itself."""
+    return 1 + weight if zero_centered else weight
 
 
 def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -64,10 +70,11 @@ def add_rms_norm_fwd(
     weight: Tensor,
     eps: float,
     *,
+    zero_centered: bool = True,
     x_out: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, RmsNormSaved]:
-    """n = norm(x + r)·(1 + weight). -> (n [N, H], saved).
+    """n = norm(x + r)·gain. -> (n [N, H], saved).
 
     x, r [N, H] working dtype; r None adds nothing. `x_out` [N, H] receives the rounded sum (`=`); by default that is x
     itself, in place. `out` [N, H] receives n (`=`); it must not overlap x_out. weight [H] accumulation dtype.
@@ -90,7 +97,7 @@ def add_rms_norm_fwd(
     elif x_out is not x:
         x_out.copy_(x)
     xhat, rstd = normalize(x_out.to(weight.dtype), eps)
-    out.copy_(xhat.mul_(1 + weight))
+    out.copy_(xhat.mul_(gain(weight, zero_centered)))
     return out, RmsNormSaved(x_out, rstd.squeeze(-1))
 
 
@@ -100,6 +107,7 @@ def add_rms_norm_bwd(
     weight: Tensor,
     *,
     dx: Tensor,
+    zero_centered: bool = True,
     dweight: Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
@@ -127,4 +135,4 @@ def add_rms_norm_bwd(
             dweight.add_(total)
         else:
             dweight.copy_(total)
-    dx.add_(normalize_bwd(dn * (1 + weight), xhat, scale))
+    dx.add_(normalize_bwd(dn * gain(weight, zero_centered), xhat, scale))

@@ -28,7 +28,7 @@ from cortiq_kernels.recipes.capture_pass import capture, gram_bytes, layers_run,
 from cortiq_kernels.recipes.errors import need, refuse
 from cortiq_kernels.recipes.fingerprint import fingerprint
 from cortiq_kernels.recipes.gram_file import GramWriter
-from cortiq_kernels.recipes.inputs import Progress, fit_shape, geometry_summary, load_for, silent
+from cortiq_kernels.recipes.inputs import Progress, fit_shape, geometry_summary, load_for, refuse_loops, silent
 from cortiq_kernels.recipes.lock import check_unlocked, locked
 from cortiq_kernels.recipes.memory import check_fits, forward_memory
 from cortiq_kernels.recipes.outputs import check_files
@@ -154,6 +154,7 @@ def plan_capture(cfg: CaptureConfig) -> CapturePlan:
     device = backend.pick_device(cfg.device)
     dtype = backend.pick_dtype(cfg.dtype, device.device)
     model = open_model(cfg.model)
+    refuse_loops("capture", model.geometry)
     n_layers = model.geometry.n_layers
     layers = sorted(set(cfg.layers)) or list(range(n_layers))
     fix = f"Choose from 0 .. {n_layers - 1}."

@@ -33,7 +33,7 @@ from cortiq_kernels.recipes.errors import InputError, need
 from cortiq_kernels.recipes.fingerprint import fingerprint
 from cortiq_kernels.recipes.fold_config import FoldConfig
 from cortiq_kernels.recipes.gram_file import Grams
-from cortiq_kernels.recipes.inputs import Progress, Ticks, fit_shape, geometry_summary, load_for, silent
+from cortiq_kernels.recipes.inputs import Progress, Ticks, fit_shape, geometry_summary, load_for, refuse_loops, silent
 from cortiq_kernels.recipes.lock import check_unlocked, locked
 from cortiq_kernels.recipes.memory import check_fits, forward_memory
 from cortiq_kernels.recipes.outputs import check_files
@@ -165,6 +165,7 @@ def plan_fold(cfg: FoldConfig) -> FoldPlan:
     device = backend.pick_device(cfg.device)
     dtype = backend.pick_dtype(cfg.dtype, device.device)
     model = open_model(cfg.model)
+    refuse_loops("fold", model.geometry)
     check_destination(model.path, cfg.out, model.total_bytes())
     check_files("fold", cfg)
     widths = _widths(cfg, model)

@@ -150,6 +150,10 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
     check_files("heal", cfg)
     last = g.n_layers - 1
     need(cfg.train_from <= last, "heal: train_from", cfg.train_from, f"0 .. {last} (layers)", "Set --train-from.")
+    need(
+        g.num_loops == 1 or cfg.train_from == 0, "heal: train_from",
+        f"{cfg.train_from} in a stack of {g.num_loops} passes", "0", "Every pass runs all layers: there is no prefix.",
+    )  # fmt: skip
     teacher = None
     if cfg.alpha < 1.0:
         assert cfg.teacher is not None

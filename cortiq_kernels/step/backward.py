@@ -3,7 +3,7 @@
 `dx` [N, H] is the gradient of the residual stream, in the working dtype. A branch's gradient is `dx` itself (the
 residual add), and each norm adds its share (`+=`). Weight gradients go to the trained store's flat gradient in the
 accumulation dtype, `=` on the first micro-batch of a step and `+=` after (`accumulate`); what is not trained gets none
-and costs nothing.
+and costs nothing. In a looped stack the visits of a layer add up: `=` on the last one alone, which comes first here.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from cortiq_kernels.ops.attention import attention_mixer_bwd
 from cortiq_kernels.ops.embedding import embedding_bwd
 from cortiq_kernels.ops.gated_delta import gdn_mixer_bwd
 from cortiq_kernels.ops.linear import linear_bwd_w, linear_bwd_x
-from cortiq_kernels.ops.rms_norm import add_rms_norm_bwd, add_rms_norm_fwd
+from cortiq_kernels.ops.rms_norm import RmsNormSaved, add_rms_norm_bwd
 from cortiq_kernels.ops.swiglu import swiglu_mlp_bwd
 from cortiq_kernels.step.buffers import Buffers, LayerSlots, cut, mixer_widths
-from cortiq_kernels.step.forward import Sequences, attn_dims, gdn_dims, mixer_in, mixer_out
+from cortiq_kernels.step.forward import Sequences, attn_dims, attn_vectors, gdn_dims, mixer_in, mixer_out, norm_forward
 
 
 def backward(
@@ -36,17 +36,20 @@ def backward(
 ) -> Tensor:
     """Gradient of the hidden states -> gradients of everything trained in layers `stop ..`; returns dx entering `stop`.
 
-    `dmasks` [F] (accumulation dtype, `=`/`+=` like the weights) receives the gradient of each layer's per-neuron gate.
+    `dmasks` [F] (accumulation dtype, `=`/`+=` by micro-batch) receives the gradient of each layer's per-neuron gate.
+    Masks belong to a visit, so to the (virtual) layers as they run.
     """
     g = w.geometry
     buf.dx.zero_()
-    add_rms_norm_bwd(
-        dhidden, buf.final_norm, w["final_norm"], dx=buf.dx, dweight=w.grad("final_norm"), accumulate=accumulate
-    )
-    for i in reversed(range(stop, g.n_layers)):
+    norm_backward(w, "final_norm", dhidden, buf.final_norm, buf.dx, accumulate)
+    for i in reversed(range(stop, g.n_virtual)):
+        if g.norm_after(i):
+            buf.dn.copy_(buf.dx)
+            norm_backward(w, "final_norm", buf.dn, buf.loop_norms[i], buf.dx.zero_(), accumulate=True)
         mask = masks.get(i) if masks else None
         dmask = dmasks.get(i) if dmasks else None
-        layer_backward(w, buf, buf.kept[i], i, seqs, accumulate, mask, dmask)
+        again = accumulate or i + g.n_layers < g.n_virtual
+        layer_backward(w, buf, buf.kept[i], i, seqs, again, mask, dmask, accumulate_mask=accumulate)
     return buf.dx
 
 
@@ -66,10 +69,14 @@ def layer_backward(
     accumulate: bool,
     mask: Tensor | None,
     dmask: Tensor | None,
+    accumulate_mask: bool,
 ) -> None:
-    """One layer, MLP then mixer: buf.dx becomes the gradient of the stream that entered the layer."""
-    g, at, dx = w.geometry, f"layers.{i}.", buf.dx
-    f = g.intermediate[i]
+    """One layer, MLP then mixer: buf.dx becomes the gradient of the stream that entered the layer.
+
+    `accumulate` is of the weights' gradients, `accumulate_mask` of dmask.
+    """
+    g, at, dx = w.geometry, f"layers.{w.geometry.physical(i)}.", buf.dx
+    f = g.intermediate[g.physical(i)]
     dact = linear_bwd_x(dx, w[at + "down"], out=cut(buf.dact, f))
     dgate_up, act, _ = swiglu_mlp_bwd(
         dact,
@@ -78,28 +85,24 @@ def layer_backward(
         dgate_up=cut(buf.dgate_up, 2 * f),
         act=cut(buf.act, f),
         dmask=dmask,
-        accumulate=accumulate,
+        accumulate=accumulate_mask,
     )
     weight_grad(w, at + "down", dx, act, accumulate)
     if w.grad(at + "gate_up") is not None:
-        add_rms_norm_fwd(s.x_mlp, None, w[at + "post_norm"], g.eps, out=s.n_mlp)
+        norm_forward(w, at + "post_norm", s.x_mlp, None, out=s.n_mlp)
     weight_grad(w, at + "gate_up", dgate_up, s.n_mlp, accumulate)
     dn = linear_bwd_x(dgate_up, w[at + "gate_up"], out=buf.dn)
-    add_rms_norm_bwd(
-        dn, s.norm_mlp, w[at + "post_norm"], dx=dx, dweight=w.grad(at + "post_norm"), accumulate=accumulate
-    )
+    norm_backward(w, at + "post_norm", dn, s.norm_mlp, dx, accumulate)
 
     p, o = mixer_widths(g, i)
     out_name = at + mixer_out(g, i)
     dmix = linear_bwd_x(dx, w[out_name], out=cut(buf.dmix, o))
     if w.grad(at + mixer_in(g, i)) is not None:
-        add_rms_norm_fwd(s.x_mix, None, w[at + "input_norm"], g.eps, out=s.n_mix)
-    mix_backward = gdn_backward if g.layer_types[i] == "linear_attention" else attn_backward
+        norm_forward(w, at + "input_norm", s.x_mix, None, out=s.n_mix)
+    mix_backward = attn_backward if g.is_full(i) else gdn_backward
     dn = mix_backward(w, s, at, dmix, cut(buf.dproj, p), buf.dn, seqs, accumulate)
     weight_grad(w, out_name, dx, s.mix, accumulate)
-    add_rms_norm_bwd(
-        dn, s.norm_mix, w[at + "input_norm"], dx=dx, dweight=w.grad(at + "input_norm"), accumulate=accumulate
-    )
+    norm_backward(w, at + "input_norm", dn, s.norm_mix, dx, accumulate)
 
 
 def gdn_backward(
@@ -134,25 +137,37 @@ def attn_backward(
     w: Weights, s: LayerSlots, at: str, dmix: Tensor, dproj: Tensor, dn: Tensor, seqs: Sequences, accumulate: bool
 ) -> Tensor:
     """dmix [N, O] -> gradient of the normed input, in `dn`; the mixer's and the projection's gradients."""
+    q_norm, k_norm, bias = attn_vectors(w, at)
     attention_mixer_bwd(
         dmix,
         s.mixer,
-        w[at + "q_norm"],
-        w[at + "k_norm"],
+        q_norm,
+        k_norm,
         seqs.cos,
         seqs.sin,
         dims=attn_dims(w.geometry),
         cu_seqlens=seqs.cu_seqlens,
         max_seqlen=seqs.max_seqlen,
         eps=w.geometry.eps,
+        bias=bias,
+        zero_centered=w.geometry.zero_centered,
         dproj=dproj,
         dq_norm=w.grad(at + "q_norm"),
         dk_norm=w.grad(at + "k_norm"),
+        dbias=w.grad(at + "qkv_bias"),
         accumulate=accumulate,
         index=seqs.index,
     )
     weight_grad(w, at + "qkv_proj", dproj, s.n_mix, accumulate)
     return linear_bwd_x(dproj, w[at + "qkv_proj"], out=dn)
+
+
+def norm_backward(w: Weights, name: str, dn: Tensor, saved: RmsNormSaved, dx: Tensor, accumulate: bool) -> None:
+    """dx `+=` the gradient through the norm called `name`, and the norm's own when it trains."""
+    centered = w.geometry.zero_centered
+    add_rms_norm_bwd(
+        dn, saved, w[name], dx=dx, zero_centered=centered, dweight=w.grad(name), accumulate=accumulate
+    )  # fmt: skip
 
 
 def weight_grad(w: Weights, name: str, dy: Tensor, x: Tensor, accumulate: bool) -> None:

@@ -11,6 +11,8 @@ activations are kept holds, in the working dtype:
     | x_mlp   | [N, H]  | add_rms_norm before the MLP             | add_rms_norm_bwd                  |
     | gate_up | [N, 2F] | gate/up projection                      | SwiGLU backward (act is recomputed) |
 
+A looped stack runs its layers several times: layers are virtual here (`Geometry.n_virtual`), each visit has its slots.
+
 that is N * (2H + P + 2F) elements a layer, O more for attention, and what each mixer says it saves. What a pass over
 memory brings back is not kept, and lies in slots that all layers share: n_mix and n_mlp [N, H], the norms' outputs, and
 mix of Gated DeltaNet, which its backward makes on the way. Layers that are not kept (frozen ones, and all of them in an
@@ -47,7 +49,7 @@ class LayerSlots:
 
 def mixer_widths(geometry: Geometry, layer: int) -> tuple[int, int]:
     """(projection width P, mixer output width O) of a layer."""
-    if geometry.layer_types[layer] == "linear_attention":
+    if not geometry.is_full(layer):
         return geometry.gdn_width, geometry.nv * geometry.dv
     return geometry.attn_width, geometry.nq * geometry.hd
 
@@ -68,18 +70,22 @@ class Buffers:
     kept: dict[int, LayerSlots] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        g, layers = self.geometry, range(self.first, self.geometry.n_layers)
+        g, layers = self.geometry, range(self.first, self.geometry.n_virtual)
         widths = [mixer_widths(g, i) for i in layers]
         p_max, o_max = max(p for p, _ in widths), max(o for _, o in widths)
-        f_max = max(g.intermediate[i] for i in layers)
+        f_max = max(g.intermediate[g.physical(i)] for i in layers)
         self._shared = self._slots(p_max, o_max, f_max)
         self.r = self._new(g.hidden)
         self.act = self._new(f_max)
         self.x_out = self._new(g.hidden)  # residual stream after the last layer
         self.hidden = self._new(g.hidden)  # final norm's output: the head's input
         self.final_norm: Any = None
+        #: by the layer before it: what a norm between passes reads [N, H] (kept for the backward), and saves
+        self.loop_x = {i: self._new(g.hidden) for i in layers if g.norm_after(i) and self.save_from is not None}
+        self.loop_norms: dict[int, Any] = {}
+        self.loop_out = self._new(g.hidden) if any(map(g.norm_after, layers)) else None
         if self.save_from is not None:
-            for i in range(max(self.save_from, self.first), g.n_layers):
+            for i in range(max(self.save_from, self.first), g.n_virtual):
                 self.kept[i] = self._kept(i)
             self.dx, self.dn, self.dhidden = self._new(g.hidden), self._new(g.hidden), self._new(g.hidden)
             self.dact, self.dgate_up = self._new(f_max), self._new(2 * f_max)
@@ -98,8 +104,8 @@ class Buffers:
         """A layer's own slots; those that the backward fills again are the shared ones."""
         g, s, h = self.geometry, self._shared, self.geometry.hidden
         p, o = mixer_widths(g, layer)
-        mix = cut(s.mix, o) if g.layer_types[layer] == "linear_attention" else self._new(o)
-        up = self._new(2 * g.intermediate[layer])
+        mix = self._new(o) if g.is_full(layer) else cut(s.mix, o)
+        up = self._new(2 * g.intermediate[g.physical(layer)])
         return LayerSlots(self._new(h), s.n_mix, self._new(p), mix, self._new(h), s.n_mlp, up)
 
     def slots(self, layer: int, save: bool) -> LayerSlots:
@@ -107,7 +113,7 @@ class Buffers:
         if save and layer in self.kept:
             return self.kept[layer]
         p, o = mixer_widths(self.geometry, layer)
-        s, f = self._shared, self.geometry.intermediate[layer]
+        s, f = self._shared, self.geometry.intermediate[self.geometry.physical(layer)]
         return LayerSlots(s.x_mix, s.n_mix, cut(s.proj, p), cut(s.mix, o), s.x_mlp, s.n_mlp, cut(s.gate_up, 2 * f))
 
     @property
@@ -117,7 +123,8 @@ class Buffers:
         own += [s.x_mix, s.n_mix, s.proj, s.mix, s.x_mlp, s.n_mlp, s.gate_up]
         for i, s in self.kept.items():
             own += [s.x_mix, s.proj, s.x_mlp, s.gate_up]
-            own += [s.mix] if self.geometry.layer_types[i] != "linear_attention" else []
+            own += [s.mix] if self.geometry.is_full(i) else []
+        own += self.loop_x.values()
         return sum(t.numel() * t.element_size() for t in own)
 
 

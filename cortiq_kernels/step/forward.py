@@ -1,7 +1,8 @@
 """Forward of the stack, as a list of op calls. `backward.py` is this file read from the bottom up.
 
 Everything is token-major `[N, .]`, N = batch * max_seqlen. A branch's output `r` is added to the residual stream by
-the next norm (`add_rms_norm`), so `x` and `r` travel as a pair from layer to layer.
+the next norm (`add_rms_norm`), so `x` and `r` travel as a pair from layer to layer. Layers are counted as they run:
+in a looped stack layer i has the weights of layer i mod L.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from torch import Tensor
 
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.weights import Weights
-from cortiq_kernels.ops.attention import AttnDims, attention_mixer_fwd, rope_table
+from cortiq_kernels.ops.attention import AttnDims, Llama3Rope, attention_mixer_fwd, rope_table
 from cortiq_kernels.ops.embedding import embedding_fwd
 from cortiq_kernels.ops.gated_delta import ChunkIndex, GdnDims, chunk_index, gdn_mixer_fwd
 from cortiq_kernels.ops.linear import linear_fwd
-from cortiq_kernels.ops.rms_norm import add_rms_norm_fwd
+from cortiq_kernels.ops.rms_norm import RmsNormSaved, add_rms_norm_fwd
 from cortiq_kernels.ops.sequences import SeqIndex, sequence_index
 from cortiq_kernels.ops.swiglu import swiglu_mlp_fwd
 from cortiq_kernels.step.buffers import Buffers, LayerSlots, cut
@@ -43,7 +44,8 @@ class Sequences:
 def rope_for(w: Weights, max_seqlen: int) -> tuple[Tensor, Tensor]:
     """RoPE tables of positions 0 .. max_seqlen-1 in the accumulation dtype."""
     g = w.geometry
-    return rope_table(max_seqlen, g.rot, g.rope_theta, w.acc_dtype, w.device)
+    llama3 = Llama3Rope(*g.rope_llama3) if g.rope_llama3 else None
+    return rope_table(max_seqlen, g.rot, g.rope_theta, w.acc_dtype, w.device, llama3)
 
 
 def gdn_dims(g: Geometry) -> GdnDims:
@@ -53,7 +55,22 @@ def gdn_dims(g: Geometry) -> GdnDims:
 
 def attn_dims(g: Geometry) -> AttnDims:
     """Sizes of the attention mixer."""
-    return AttnDims(g.nq, g.nkv, g.hd, g.rot)
+    return AttnDims(g.nq, g.nkv, g.hd, g.rot, g.attn_gate)
+
+
+def attn_vectors(w: Weights, at: str) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(q_norm, k_norm, bias) of an attention layer; None for what the model does not have."""
+    g = w.geometry
+    q_norm, k_norm = (w[at + "q_norm"], w[at + "k_norm"]) if g.qk_norm else (None, None)
+    return q_norm, k_norm, w[at + "qkv_bias"] if g.qkv_bias else None
+
+
+def norm_forward(
+    w: Weights, name: str, x: Tensor, r: Tensor | None, *, x_out: Tensor | None = None, out: Tensor
+) -> tuple[Tensor, RmsNormSaved]:
+    """The residual add and the norm called `name`; see `add_rms_norm_fwd`."""
+    g = w.geometry
+    return add_rms_norm_fwd(x, r, w[name], g.eps, zero_centered=g.zero_centered, x_out=x_out, out=out)
 
 
 def embed(w: Weights, buf: Buffers, tokens: Tensor) -> Tensor:
@@ -75,8 +92,8 @@ def forward(
     `save` keeps what the backward needs in `buf` (layers from `buf.save_from` on). `masks` maps a layer to its
     per-neuron gate [F] (absent: 1). `x` may be `buf.x_out`; it is not changed.
     """
-    x, r = layers_forward(w, buf, x, seqs, buf.first, w.geometry.n_layers, save=save, masks=masks)
-    _, buf.final_norm = add_rms_norm_fwd(x, r, w["final_norm"], w.geometry.eps, x_out=buf.x_out, out=buf.hidden)
+    x, r = layers_forward(w, buf, x, seqs, buf.first, w.geometry.n_virtual, save=save, masks=masks)
+    _, buf.final_norm = norm_forward(w, "final_norm", x, r, x_out=buf.x_out, out=buf.hidden)
     return buf.hidden
 
 
@@ -94,12 +111,17 @@ def layers_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Layers start .. stop-1: (x, r) with the residual stream after them being x + r (r None when there are no layers).
 
-    `after_layer(i)` is called when layer i is done; its gated activation is then in `buf.act` (`cut` to its width).
+    A norm between passes belongs to the layer before it. `after_layer(i)` is called when layer i is done; its gated
+    activation is then in `buf.act` (`cut` to its width).
     """
     r: Tensor | None = None
     for i in range(start, stop):
         mask = masks.get(i) if masks else None
         x, r = layer_forward(w, buf, buf.slots(i, save), i, x, r, seqs, save and i in buf.kept, mask)
+        if buf.loop_out is not None and w.geometry.norm_after(i):
+            kept = buf.loop_x[i] if save and i in buf.loop_x else None
+            x, buf.loop_norms[i] = norm_forward(w, "final_norm", x, r, x_out=kept, out=buf.loop_out)
+            r = None
         if after_layer is not None:
             after_layer(i)
     return x, r
@@ -120,14 +142,14 @@ def layer_forward(
 
     `save`: keep what the mixer's backward needs. `mask` [F]: the layer's per-neuron gate.
     """
-    g, at = w.geometry, f"layers.{i}."
-    n, s.norm_mix = add_rms_norm_fwd(x, r, w[at + "input_norm"], g.eps, x_out=s.x_mix, out=s.n_mix)
-    mix_forward = gdn_forward if g.layer_types[i] == "linear_attention" else attn_forward
+    g, at = w.geometry, f"layers.{w.geometry.physical(i)}."
+    n, s.norm_mix = norm_forward(w, at + "input_norm", x, r, x_out=s.x_mix, out=s.n_mix)
+    mix_forward = attn_forward if g.is_full(i) else gdn_forward
     mix_forward(w, s, at, n, seqs, save)
     linear_fwd(s.mix, w[at + mixer_out(g, i)], out=buf.r)
-    n, s.norm_mlp = add_rms_norm_fwd(s.x_mix, buf.r, w[at + "post_norm"], g.eps, x_out=s.x_mlp, out=s.n_mlp)
+    n, s.norm_mlp = norm_forward(w, at + "post_norm", s.x_mix, buf.r, x_out=s.x_mlp, out=s.n_mlp)
     linear_fwd(n, w[at + "gate_up"], out=s.gate_up)
-    act = swiglu_mlp_fwd(s.gate_up, mask, out=cut(buf.act, g.intermediate[i]))
+    act = swiglu_mlp_fwd(s.gate_up, mask, out=cut(buf.act, g.intermediate[g.physical(i)]))
     linear_fwd(act, w[at + "down"], out=buf.r)
     return s.x_mlp, buf.r
 
@@ -155,16 +177,19 @@ def gdn_forward(w: Weights, s: LayerSlots, at: str, n: Tensor, seqs: Sequences, 
 def attn_forward(w: Weights, s: LayerSlots, at: str, n: Tensor, seqs: Sequences, save: bool) -> None:
     """q/k/v projection and attention mixer: n [N, H] -> s.proj, s.mix, s.mixer."""
     linear_fwd(n, w[at + "qkv_proj"], out=s.proj)
+    q_norm, k_norm, bias = attn_vectors(w, at)
     _, s.mixer = attention_mixer_fwd(
         s.proj,
-        w[at + "q_norm"],
-        w[at + "k_norm"],
+        q_norm,
+        k_norm,
         seqs.cos,
         seqs.sin,
         dims=attn_dims(w.geometry),
         cu_seqlens=seqs.cu_seqlens,
         max_seqlen=seqs.max_seqlen,
         eps=w.geometry.eps,
+        bias=bias,
+        zero_centered=w.geometry.zero_centered,
         out=s.mix,
         save=save,
         index=seqs.index,
@@ -173,9 +198,9 @@ def attn_forward(w: Weights, s: LayerSlots, at: str, n: Tensor, seqs: Sequences,
 
 def mixer_in(g: Geometry, layer: int) -> str:
     """Name of the projection from the normed residual stream into the mixer."""
-    return "in_proj" if g.layer_types[layer] == "linear_attention" else "qkv_proj"
+    return "qkv_proj" if g.is_full(layer) else "in_proj"
 
 
 def mixer_out(g: Geometry, layer: int) -> str:
     """Name of the projection from the mixer back to the residual stream."""
-    return "out_proj" if g.layer_types[layer] == "linear_attention" else "o_proj"
+    return "o_proj" if g.is_full(layer) else "out_proj"

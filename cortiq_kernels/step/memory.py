@@ -56,8 +56,8 @@ def train_bytes(
     """
     acc = acc_dtype(dtype).itemsize
     buffers = Buffers(g, n, dtype, torch.device("meta"), first=first, save_from=train_from)
-    kept, layers = range(train_from, g.n_layers), range(first, g.n_layers)
-    saved = sum(mixer_saved(g, i, n, window, dtype, device) + 2 * n * acc for i in kept) + n * acc
+    kept, layers = range(train_from, g.n_virtual), range(first, g.n_virtual)
+    saved = sum(mixer_saved(g, i, n, window, dtype, device) + (2 + g.norm_after(i)) * n * acc for i in kept) + n * acc
     work = [layer_workspace(g, i, n, window, dtype, device, backward=i >= train_from) for i in layers]
     update = _ADAM_COPIES * acc * min(trained, _ADAM_CHUNK.get(device, _ADAM_CHUNK["cpu"]))
     return StepBytes(buffers.nbytes, saved, max(*work, update), head_bytes(g, rows, dtype, device, backward=True))
@@ -79,13 +79,13 @@ def forward_bytes(
 def mixer_saved(g: Geometry, layer: int, n: int, window: int, dtype: torch.dtype, device: str) -> int:
     """Bytes that a mixer's forward keeps for its backward, the caller's projection not counted.
 
-    Attention: o before the gate, and the log-sum-exp. Gated DeltaNet, per value head: the states that enter each chunk
-    and the last one, T, V' and o, in the accumulation dtype, windows padded to whole chunks; its kernels keep states, T
-    and V' in the working dtype, decay sums and beta in f32.
+    Attention: the log-sum-exp, and o before the gate (without a gate that is the layer's mix slot). Gated DeltaNet, per
+    value head: the states that enter each chunk and the last one, T, V' and o, in the accumulation dtype, windows
+    padded to whole chunks; its kernels keep states, T and V' in the working dtype, decay sums and beta in f32.
     """
     acc = acc_dtype(dtype).itemsize
     if g.is_full(layer):
-        return n * g.nq * (g.hd * dtype.itemsize + acc)
+        return n * g.nq * ((g.hd * dtype.itemsize if g.attn_gate else 0) + acc)
     if gdn_kernels(g, dtype, device):
         return g.nv * (_kernel_states(g, n, window) + n * (CHUNK + g.dv)) * dtype.itemsize + 8 * n * g.nv
     chunk = gdn_chunk(window, device)
@@ -100,7 +100,7 @@ def layer_workspace(
     """Most bytes that the mixer or the MLP of a layer has alive for itself."""
     acc = acc_dtype(dtype).itemsize
     cast = 0 if dtype.itemsize == acc else 1  # 16-bit operands are converted first
-    f = g.intermediate[layer]
+    f = g.intermediate[g.physical(layer)]
     mlp = n * f * acc * ((4 + 3 * cast) if backward else (1 + 2 * cast))
     mixer: float
     if g.is_full(layer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+from tiny import plain_config
 
 from cortiq_kernels.model.geometry import Geometry, ModelError
 
@@ -102,6 +103,17 @@ def test_empty_lists_of_the_dense_files_are_not_moe(text_config):
     Geometry.from_config(text_config)
 
 
+def test_looped_stacks(text_config):
+    once = Geometry.from_config(text_config)
+    assert (once.num_loops, once.n_virtual, once.norm_between_loops) == (1, 3, False)
+    g = Geometry.from_config({**text_config, "num_loops": 3, "norm_between_loops": True})
+    assert (g.n_layers, g.n_virtual) == (3, 9) and [g.physical(i) for i in (0, 2, 3, 8)] == [0, 2, 0, 2]
+    assert [i for i in range(9) if g.norm_after(i)] == [2, 5]
+    assert [g.is_full(i) for i in range(9)] == [False, True, False] * 3
+    g = Geometry.from_config({**text_config, "num_loops": 3})
+    assert not any(map(g.norm_after, range(9)))
+
+
 def test_dtype_entries_are_ignored(text_config):
     g = Geometry.from_config(text_config)
     assert Geometry.from_config({**text_config, "torch_dtype": "float16", "dtype": "bfloat16"}) == g
@@ -117,7 +129,7 @@ def test_widths(text_config):
 
 
 REFUSED = {
-    "model_type": ({"model_type": "llama"}, "model_type.*'llama'"),
+    "model_type": ({"model_type": "mistral"}, "model_type.*'mistral'.*qwen2, llama"),
     "no model_type": ({"model_type": None}, "model_type: got nothing"),
     "moe type": ({"model_type": "qwen3_5_moe_text"}, "MoE"),
     "moe experts": ({"num_experts": 8}, "num_experts.*MoE"),
@@ -132,8 +144,13 @@ REFUSED = {
     "odd rotary dims": ({"head_dim": 12, "rope_parameters": {"rope_theta": 1e4}}, "partial_rotary_factor.*3 of 12"),
     "bias": ({"attention_bias": True}, "attention_bias"),
     "gate off": ({"attn_output_gate": False}, "attn_output_gate"),
+    "llama3 rope in Qwen3.5": ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "'llama3'.*'default'"),
+    "sliding windows": ({"use_sliding_window": True}, "use_sliding_window"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act.*'gelu'"),
-    "loops": ({"num_loops": 2}, "num_loops"),
+    "no loops": ({"num_loops": 0}, "num_loops: got 0"),
+    "too many loops": ({"num_loops": 1366}, "num_loops: got 1366; expected.*at most 1365"),
+    "half a loop": ({"num_loops": 1.5}, "num_loops: got 1.5"),
+    "loop norm": ({"num_loops": 2, "norm_between_loops": 1}, "norm_between_loops: got 1"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "missing size": ({"hidden_size": None}, "hidden_size: got nothing"),
     "size is text": ({"vocab_size": "40"}, "vocab_size: got '40'"),
@@ -150,6 +167,61 @@ def test_refused_by_name(text_config, case):
     with pytest.raises(ModelError, match=match) as e:
         Geometry.from_config({**text_config, **change})
     assert "expected" in str(e.value) and "got" in str(e.value)
+
+
+PLAIN_REFUSED = {
+    "mistral": ("llama", {"model_type": "mistral"}, "'mistral'"),
+    "moe": ("qwen3", {"model_type": "qwen3_moe"}, "qwen3_moe.*MoE"),
+    "experts": ("qwen2", {"num_experts": 60}, "num_experts.*MoE"),
+    "a bias": ("llama", {"attention_bias": True}, "attention_bias: got true; expected false"),
+    "a bias in the output too": ("qwen3", {"attention_bias": True}, "attention_bias: got true"),
+    "a bias in the MLP": ("llama", {"mlp_bias": True}, "mlp_bias: got true"),
+    "sliding windows": ("qwen2", {"use_sliding_window": True}, "use_sliding_window: got true"),
+    "sliding layers": ("qwen3", {"layer_types": [F, "sliding_attention"]}, r"layer_types\[1\].*sliding"),
+    "delta layers": ("qwen3", {"layer_types": [L, F]}, r"layer_types\[0\].*expected 'full_attention'"),
+    "an output gate": ("qwen3", {"attn_output_gate": True}, "attn_output_gate: got true.*Qwen3"),
+    "part of a head": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5; expected 1"),
+    "odd heads": ("qwen3", {"head_dim": 9}, "head_dim.*9 of 9"),
+    "more heads than width": ("llama", {"hidden_size": 2}, "head_dim: got nothing"),
+    "no theta": ("llama", {"rope_theta": None}, "rope_theta: got nothing"),
+    "yarn": ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*'default'"),
+    "llama3 elsewhere": ("qwen2", {"rope_scaling": {"rope_type": "llama3"}}, "'llama3'.*'default'"),
+    "llama3 in part": ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor: got nothing"),
+    "llama3 upside down": (
+        "llama",
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4,
+                          "original_max_position_embeddings": 64}},
+        "high_freq_factor: got 4.0; expected more",
+    ),
+    "activation": ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+    "nested": ("qwen3", {"text_config": {"model_type": "qwen3"}}, "model_type.*qwen3_5 with text_config"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLAIN_REFUSED)
+def test_plain_families_refuse_by_name(case):
+    family, change, match = PLAIN_REFUSED[case]
+    with pytest.raises(ModelError, match=match):
+        Geometry.from_config(plain_config(family) | change)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_defaults_of_the_plain_families_are_those_of_transformers(family):
+    transformers = pytest.importorskip("transformers")
+    config = {k: v for k, v in plain_config(family).items() if k not in ("head_dim", "rms_norm_eps", "eos_token_id")}
+    g = Geometry.from_config(config)
+    t = transformers.AutoConfig.for_model(**config)
+    assert (g.eps, g.tied, g.rope_theta) == (t.rms_norm_eps, t.tie_word_embeddings, t.rope_parameters["rope_theta"])
+    assert g.hd == g.rot == (getattr(t, "head_dim", None) or 32 // 4)
+    assert g.layer_types == (F, F) and (g.nk, g.nv, g.dk, g.dv, g.conv) == (0,) * 5
+    assert (g.zero_centered, g.attn_gate) == (False, False)
+    assert (g.qk_norm, g.qkv_bias) == {"qwen3": (True, False), "qwen2": (False, True), "llama": (False, False)}[family]
+    assert g.attn_width == g.hd * (4 + 2 + 2) and g.rope_llama3 is None
+
+
+def test_qwen2_has_its_bias_whatever_the_key_says():
+    for value in (True, False):
+        assert Geometry.from_config(plain_config("qwen2", attention_bias=value)).qkv_bias
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from tiny import plain_config
 
 from cortiq_kernels.model import ModelError, Weights, names, open_model, plan_layout, write_model
 from cortiq_kernels.model.geometry import Geometry
@@ -227,6 +228,16 @@ def test_assign_reaches_plane_and_master(text_config):
     assert w["layers.0.gate_up"][24:].float().unique().tolist() == [1.0]
     assert w.trained.master_view("layers.0.gate_up")[24:].unique().tolist() == [torch.tensor(1.003).item()]
     assert not w["layers.0.gate_up"][:24].any()
+
+
+def test_random_plain_models_begin_as_the_identity_of_their_norms():
+    g = Geometry.from_config(plain_config("qwen3"))
+    w = Weights.random(g, dtype=torch.float32)
+    norms = [n for n in w.names if n.endswith("_norm")]
+    assert len(norms) == 4 * 2 + 1 and all(torch.equal(w[n], torch.ones_like(w[n])) for n in norms)
+    w = Weights.random(Geometry.from_config(plain_config("qwen2")), dtype=torch.float32)
+    assert not w["layers.1.qkv_bias"].any() and w["layers.1.qkv_bias"].shape == (4 * 8 + 2 * 2 * 8,)
+    assert "layers.1.q_norm" not in w
 
 
 @pytest.mark.parametrize("train", [None, "layers"])

@@ -26,7 +26,10 @@ CASES = {
     "windows": (DIMS, [0, 9, 18, 19, 27, 27, 27], 9),
     "no rotary": (AttnDims(2, 1, 4, 0), [0, 7, 11], 11),
     "full rotary": (AttnDims(2, 2, 4, 4), [0, 6, 11, 12], 12),
+    "no gate": (AttnDims(4, 2, 8, 8, False), [0, 9, 18, 19, 27, 27, 27], 9),
 }
+#: what Qwen3, Qwen2 and Llama compute: (q/k norm, bias); none has the gate or the zero-centred norm
+PLAIN = {"norm": (True, False), "bias": (False, True), "neither": (False, False), "norm and bias": (True, True)}
 
 
 def make(dims, starts, window, dtype, rng):
@@ -185,6 +188,47 @@ def test_rope_table_is_exact_in_float64():
     assert rope_table(3, 4, 100.0, torch.bfloat16, "cpu")[0].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", PLAIN)
+def test_without_a_gate(case, dtype, rng):
+    """Norms that are not zero-centred, or none, and a bias, against float64 autograd."""
+    has_norm, has_bias = PLAIN[case]
+    dims, starts, window = CASES["no gate"]
+    proj, dout, (q_norm, k_norm, cos, sin), cu = make(dims, starts, window, dtype, rng)
+    acc = acc_dtype(dtype)
+    bias = torch.randn(dims.width, generator=rng, dtype=torch.float64).to(acc) if has_bias else None
+    norms = (1 + q_norm, 1 + k_norm) if has_norm else (None, None)
+    keys = {"dims": dims, "cu_seqlens": cu, "max_seqlen": window, "eps": EPS, "bias": bias, "zero_centered": False}
+    out, saved = attention_mixer_fwd(proj, *norms, cos, sin, **keys)
+    assert saved.o is out
+    sizes = {"dq_norm": dims.hd, "dk_norm": dims.hd} if has_norm else {}
+    sizes |= {"dbias": dims.width} if has_bias else {}
+    grads = {name: nan(size, dtype=acc) for name, size in sizes.items()}
+    dproj = attention_mixer_bwd(dout, saved, *norms, cos, sin, **keys, **grads)
+    got = (out, dproj, *grads.values())
+
+    def truth(kind):
+        leaves = [t.to(kind, copy=True).requires_grad_() for t in (proj, *norms, bias) if t is not None]
+        rest = leaves[1:]
+        q, k = rest[:2] if has_norm else (None, None)
+        tables = (cos.to(kind), sin.to(kind))
+        ref = attention_mixer_ref(
+            leaves[0], q, k, *tables, dims, cu, EPS, bias=rest[-1] if has_bias else None, zero_centered=False
+        )
+        return ref.detach(), *torch.autograd.grad(ref, leaves, dout.to(kind))
+
+    for mine, exact, plain in zip(got, truth(torch.float64), truth(dtype), strict=True):
+        if dtype == torch.float64:
+            same(mine, exact)
+        else:
+            # The backward reads o in the working dtype, so in 16 bit a bias's gradient is as good as a sum of that.
+            not_worse(mine.to(dtype), exact, plain, ulps=4 if dtype == torch.float32 else 1)
+    before = {name: g.clone() for name, g in grads.items()}
+    attention_mixer_bwd(dout, saved, *norms, cos, sin, **keys, **grads, accumulate=True)
+    for name, g in grads.items():
+        assert torch.equal(g, 2 * before[name]), name
+
+
 def test_errors():
     proj, norm = torch.zeros(6, DIMS.width), torch.zeros(8)
     cos, sin = rope_table(6, 4, 1e4, torch.float32, "cpu")
@@ -203,12 +247,17 @@ def test_errors():
     refused("cu_seqlens must be int32", cu_seqlens=cu.float())
     refused("dims must be nq a multiple of nkv", dims=AttnDims(3, 2, 8, 4))
     refused(r"out must be \[6, 32\]", out=proj)
+    refused("q_norm and k_norm must be both given or both None", proj, norm, None, cos, sin)
+    refused("bias must be None with an output gate", bias=torch.zeros(96))
+    refused(r"bias must be \[64\]", proj[:, :64], norm, norm, cos, sin, dims=DIMS._replace(gate=False), bias=norm)
     refused(r"index.positions must be \[6\]; got \(3,\)", index=sequence_index(cu, 3))
     _, saved = attention_mixer_fwd(proj, norm, norm, cos, sin, **good)
     with pytest.raises(ValueError, match=r"attention_mixer_bwd: dout must be \[6, 32\]"):
         attention_mixer_bwd(proj, saved, norm, norm, cos, sin, **good)
     with pytest.raises(ValueError, match="dk_norm must be a tensor whose elements do not share memory"):
         attention_mixer_bwd(proj[:, :32], saved, norm, norm, cos, sin, **good, dk_norm=norm[:1].expand(8))
+    with pytest.raises(ValueError, match=r"dbias must be None without bias"):
+        attention_mixer_bwd(proj[:, :32], saved, norm, norm, cos, sin, **good, dbias=torch.zeros(96))
     with pytest.raises(ValueError, match="rope_table: n and rot must be"):
         rope_table(4, 3, 1e4, torch.float32, "cpu")
 

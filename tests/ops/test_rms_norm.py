@@ -18,27 +18,28 @@ def make(n, h, dtype, rng):
     return x, r, weight, dn, dx
 
 
-def oracle(total, weight, dn, dx, dtype=torch.float64):
+def oracle(total, weight, dn, dx, dtype=torch.float64, zero_centered=True):
     """Forward and gradients through the reference, from the rounded sum."""
     total, weight, dn, dx = (t.to(dtype, copy=True) for t in (total, weight, dn, dx))
     total.requires_grad_()
     weight.requires_grad_()
-    y = rms_norm_ref(total, weight, EPS)
+    y = rms_norm_ref(total, weight, EPS, zero_centered)
     gx, gw = torch.autograd.grad(y, (total, weight), dn)
     return y.detach(), dx + gx, gw
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n,h", SHAPES)
-def test_matches_float64(n, h, dtype, rng):
+@pytest.mark.parametrize("zero_centered", [True, False])
+def test_matches_float64(n, h, dtype, zero_centered, rng):
     x, r, weight, dn, dx = make(n, h, dtype, rng)
     total = (x.double() + r.double()).to(dtype)
-    want = oracle(total, weight, dn, dx)
-    eager = oracle(total, weight, dn, dx, dtype)
-    y, saved = add_rms_norm_fwd(x, r, weight, EPS, out=nan(n, h, dtype=dtype))
+    want = oracle(total, weight, dn, dx, zero_centered=zero_centered)
+    eager = oracle(total, weight, dn, dx, dtype, zero_centered)
+    y, saved = add_rms_norm_fwd(x, r, weight, EPS, zero_centered=zero_centered, out=nan(n, h, dtype=dtype))
     assert saved.x is x and torch.equal(x, total)  # in place, rounded once
     dw = nan(h, dtype=weight.dtype)
-    add_rms_norm_bwd(dn, saved, weight, dx=dx, dweight=dw)
+    add_rms_norm_bwd(dn, saved, weight, dx=dx, zero_centered=zero_centered, dweight=dw)
     for got, exact, base in zip((y, dx, dw), want, eager, strict=True):
         if dtype == torch.float64:
             same(got, exact)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import batch, config, geometry, targets
+from tiny import batch, config, geometry, plain_config, targets
 
+from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.recipes import fold, heal_plan, score
 from cortiq_kernels.recipes.errors import InputError
@@ -79,8 +80,11 @@ def storages(value, seen: set[int]) -> int:
 @pytest.mark.parametrize("window", [16, 24, 48, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 @pytest.mark.parametrize(("first", "train_from"), [(0, 0), (0, 2), (1, 1)])
-def test_buffers_and_saved_tensors_are_counted_to_the_byte(window, dtype, first, train_from):
+@pytest.mark.parametrize("plain", [False, True])
+def test_buffers_and_saved_tensors_are_counted_to_the_byte(window, dtype, first, train_from, plain):
     g = geometry("LFLF", hidden=24, ffn=20, vocab=37)
+    if plain:
+        g = Geometry.from_config(plain_config("qwen2", 4, hidden=24, ffn=20, vocab=37, nq=2, nkv=1))
     w = Weights.random(g, dtype=dtype, train="layers", train_from=train_from, first_layer=first)
     b = batch([[9, 5], [12]], window, g.vocab)
     n = 2 * window

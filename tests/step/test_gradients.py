@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from plain_model import kd_loss, packed_hidden
-from tiny import batch, geometry, targets
+from tiny import batch, geometry, plain_config, targets
 
+from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.step import Evaluator, Micro, Trainer
 from cortiq_kernels.step.loss import Targets
@@ -21,8 +22,16 @@ CASES = {
 }
 
 
+PLAIN = {
+    "qwen3": plain_config("qwen3"),
+    "qwen3_tied_odd": plain_config("qwen3", tied=True, hidden=27, ffn=35, nq=3, nkv=1, head_dim=10),
+    "qwen2": plain_config("qwen2", nq=4, nkv=4),
+    "llama": plain_config("llama", nkv=1),
+}
+
+
 def setup(case: str, train: str = "all", train_from: int = 0, dtype=torch.float64):
-    g = geometry(**CASES[case])
+    g = Geometry.from_config(PLAIN[case]) if case in PLAIN else geometry(**CASES[case])
     w = Weights.random(g, seed=1, dtype=dtype, device=torch.device("cpu"), train=train, train_from=train_from)
     gen = torch.Generator().manual_seed(2)
     for name in w.names:  # away from the init, where norms are 0 or 1 and gradients could vanish by luck
@@ -39,7 +48,7 @@ def oracle(g, w: Weights, b, t: Targets):
     return float(loss.detach()), p
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *PLAIN])
 def test_every_gradient(case):
     g, w, b, t = setup(case)
     trainer = Trainer(w, b.tokens.numel(), b.max_seqlen)
