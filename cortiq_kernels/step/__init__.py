@@ -6,10 +6,11 @@
 
 `forward.py` and `backward.py` list the same calls in opposite order over the buffers of `buffers.py`; `loss.py` is the
 one call that turns hidden states into a loss and their gradient; `update.py` is Adam over flat memory; `train.py`
-strings them together for micro-batches, and for evaluation.
+strings them together for micro-batches, and for evaluation; `gates.py` trains a gate per MLP neuron on the same calls.
 """
 
 from cortiq_kernels.step.buffers import Buffers
+from cortiq_kernels.step.gates import GateTrainer
 from cortiq_kernels.step.train import Evaluator, Micro, StepStats, Trainer
 
-__all__ = ["Buffers", "Evaluator", "Micro", "StepStats", "Trainer"]
+__all__ = ["Buffers", "Evaluator", "GateTrainer", "Micro", "StepStats", "Trainer"]

@@ -36,6 +36,7 @@ def backward(
 ) -> Tensor:
     """Gradient of the hidden states -> gradients of everything trained in layers `stop ..`; returns dx entering `stop`.
 
+    Mixers of layers below `buf.mixers_from` carry no gradient: what trains in them gets none.
     `dmasks` [F] (accumulation dtype, `=`/`+=` by micro-batch) receives the gradient of each layer's per-neuron gate.
     Masks belong to a visit, so to the (virtual) layers as they run.
     """
@@ -71,7 +72,8 @@ def layer_backward(
     dmask: Tensor | None,
     accumulate_mask: bool,
 ) -> None:
-    """One layer, MLP then mixer: buf.dx becomes the gradient of the stream that entered the layer.
+    """One layer, MLP then mixer: buf.dx becomes the gradient of the stream that entered the layer (of the stream after
+    the mixer, where the mixer carries no gradient: the same by the residual add).
 
     `accumulate` is of the weights' gradients, `accumulate_mask` of dmask.
     """
@@ -94,6 +96,8 @@ def layer_backward(
     dn = linear_bwd_x(dgate_up, w[at + "gate_up"], out=buf.dn)
     norm_backward(w, at + "post_norm", dn, s.norm_mlp, dx, accumulate)
 
+    if not buf.through_mixer(i):
+        return
     p, o = mixer_widths(g, i)
     out_name = at + mixer_out(g, i)
     dmix = linear_bwd_x(dx, w[out_name], out=cut(buf.dmix, o))

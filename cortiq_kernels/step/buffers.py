@@ -13,7 +13,8 @@ activations are kept holds, in the working dtype:
 
 A looped stack runs its layers several times: layers are virtual here (`Geometry.n_virtual`), each visit has its slots.
 
-that is N * (2H + P + 2F) elements a layer, O more for attention, and what each mixer says it saves. What a pass over
+that is N * (2H + P + 2F) elements a layer, O more for attention, and what each mixer says it saves. A kept layer below
+`mixers_from` has no backward of its mixer, and holds x_mlp and gate_up alone. What a pass over
 memory brings back is not kept, and lies in slots that all layers share: n_mix and n_mlp [N, H], the norms' outputs, and
 mix of Gated DeltaNet, which its backward makes on the way. Layers that are not kept (frozen ones, and all of them in an
 evaluation) share one whole set. Scratch of any layer: r [N, H] (a branch's output), act [N, F], and the gradients dx,
@@ -59,6 +60,8 @@ class Buffers:
     """Activations and scratch for `n` tokens of the layers `first ..`, kept from layer `save_from` on (None: none).
 
     Allocated once; a forward or backward over `n` tokens allocates nothing here. `nbytes` is what these buffers take.
+    `mixers_from`: the backward goes through the mixers of the layers from there on; below, a mixer's output counts as a
+    constant, and the gradient passes along the residual stream alone.
     """
 
     geometry: Geometry
@@ -67,6 +70,7 @@ class Buffers:
     device: torch.device
     first: int = 0
     save_from: int | None = None
+    mixers_from: int = 0
     kept: dict[int, LayerSlots] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +93,9 @@ class Buffers:
                 self.kept[i] = self._kept(i)
             self.dx, self.dn, self.dhidden = self._new(g.hidden), self._new(g.hidden), self._new(g.hidden)
             self.dact, self.dgate_up = self._new(f_max), self._new(2 * f_max)
-            self.dproj, self.dmix = self._new(p_max), self._new(o_max)
+            through = [mixer_widths(g, i) for i in self.kept if i >= self.mixers_from]
+            self.dproj = self._new(max((p for p, _ in through), default=0))
+            self.dmix = self._new(max((o for _, o in through), default=0))
 
     def _new(self, width: int) -> Tensor:
         return torch.empty(self.n, width, dtype=self.dtype, device=self.device)
@@ -104,8 +110,10 @@ class Buffers:
         """A layer's own slots; those that the backward fills again are the shared ones."""
         g, s, h = self.geometry, self._shared, self.geometry.hidden
         p, o = mixer_widths(g, layer)
-        mix = self._new(o) if g.is_full(layer) else cut(s.mix, o)
         up = self._new(2 * g.intermediate[g.physical(layer)])
+        if layer < self.mixers_from:
+            return LayerSlots(s.x_mix, s.n_mix, cut(s.proj, p), cut(s.mix, o), self._new(h), s.n_mlp, up)
+        mix = self._new(o) if g.is_full(layer) else cut(s.mix, o)
         return LayerSlots(self._new(h), s.n_mix, self._new(p), mix, self._new(h), s.n_mlp, up)
 
     def slots(self, layer: int, save: bool) -> LayerSlots:
@@ -116,14 +124,20 @@ class Buffers:
         s, f = self._shared, self.geometry.intermediate[self.geometry.physical(layer)]
         return LayerSlots(s.x_mix, s.n_mix, cut(s.proj, p), cut(s.mix, o), s.x_mlp, s.n_mlp, cut(s.gate_up, 2 * f))
 
+    def through_mixer(self, layer: int) -> bool:
+        """Whether the backward goes through a layer's mixer."""
+        return layer in self.kept and layer >= self.mixers_from
+
     @property
     def nbytes(self) -> int:
         own = [t for t in vars(self).values() if isinstance(t, Tensor)]
         s = self._shared
         own += [s.x_mix, s.n_mix, s.proj, s.mix, s.x_mlp, s.n_mlp, s.gate_up]
         for i, s in self.kept.items():
-            own += [s.x_mix, s.proj, s.x_mlp, s.gate_up]
-            own += [s.mix] if self.geometry.is_full(i) else []
+            own += [s.x_mlp, s.gate_up]
+            if i >= self.mixers_from:
+                own += [s.x_mix, s.proj]
+                own += [s.mix] if self.geometry.is_full(i) else []
         own += self.loop_x.values()
         return sum(t.numel() * t.element_size() for t in own)
 

@@ -117,7 +117,7 @@ def layers_forward(
     r: Tensor | None = None
     for i in range(start, stop):
         mask = masks.get(i) if masks else None
-        x, r = layer_forward(w, buf, buf.slots(i, save), i, x, r, seqs, save and i in buf.kept, mask)
+        x, r = layer_forward(w, buf, buf.slots(i, save), i, x, r, seqs, save and buf.through_mixer(i), mask)
         if buf.loop_out is not None and w.geometry.norm_after(i):
             kept = buf.loop_x[i] if save and i in buf.loop_x else None
             x, buf.loop_norms[i] = norm_forward(w, "final_norm", x, r, x_out=kept, out=buf.loop_out)

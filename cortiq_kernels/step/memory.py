@@ -48,17 +48,21 @@ class StepBytes(NamedTuple):
 
 def train_bytes(
     g: Geometry, n: int, window: int, rows: int, dtype: torch.dtype, device: str, *, first: int, train_from: int,
-    trained: int,
+    trained: int, mixers_from: int = 0,
 ) -> StepBytes:  # fmt: skip
     """A training step of `n` tokens in windows of `window`, `rows` of them scored, on a `device` type.
 
     The student holds layers `first ..` and trains those from `train_from` on; `trained`: elements of its masters.
+    `mixers_from`: first layer whose mixer has a backward (`Buffers`).
     """
     acc = acc_dtype(dtype).itemsize
-    buffers = Buffers(g, n, dtype, torch.device("meta"), first=first, save_from=train_from)
+    buffers = Buffers(g, n, dtype, torch.device("meta"), first=first, save_from=train_from, mixers_from=mixers_from)
     kept, layers = range(train_from, g.n_virtual), range(first, g.n_virtual)
-    saved = sum(mixer_saved(g, i, n, window, dtype, device) + (2 + g.norm_after(i)) * n * acc for i in kept) + n * acc
-    work = [layer_workspace(g, i, n, window, dtype, device, backward=i >= train_from) for i in layers]
+    saved = n * acc + sum((2 + g.norm_after(i)) * n * acc for i in kept)
+    saved += sum(mixer_saved(g, i, n, window, dtype, device) for i in kept if i >= mixers_from)
+    through = max(train_from, mixers_from)
+    work = [layer_workspace(g, i, n, window, dtype, device, backward=i >= through) for i in layers]
+    work += [mlp_workspace(g, i, n, dtype, backward=True) for i in kept]
     update = _ADAM_COPIES * acc * min(trained, _ADAM_CHUNK.get(device, _ADAM_CHUNK["cpu"]))
     return StepBytes(buffers.nbytes, saved, max(*work, update), head_bytes(g, rows, dtype, device, backward=True))
 
@@ -99,9 +103,7 @@ def layer_workspace(
 ) -> int:
     """Most bytes that the mixer or the MLP of a layer has alive for itself."""
     acc = acc_dtype(dtype).itemsize
-    cast = 0 if dtype.itemsize == acc else 1  # 16-bit operands are converted first
-    f = g.intermediate[g.physical(layer)]
-    mlp = n * f * acc * ((4 + 3 * cast) if backward else (1 + 2 * cast))
+    mlp = mlp_workspace(g, layer, n, dtype, backward=backward)
     mixer: float
     if g.is_full(layer):
         q, kv = g.nq * g.hd, g.nkv * g.hd
@@ -124,6 +126,13 @@ def layer_workspace(
         else:
             mixer = acc * n * (3 * conv + 5 * v + 4 * g.nv * chunk) + mixer_saved(g, layer, n, window, dtype, device)
     return int(max(mlp, mixer))
+
+
+def mlp_workspace(g: Geometry, layer: int, n: int, dtype: torch.dtype, *, backward: bool) -> int:
+    """Most bytes that the MLP of a layer has alive for itself."""
+    acc = acc_dtype(dtype).itemsize
+    cast = 0 if dtype.itemsize == acc else 1  # 16-bit operands are converted first
+    return n * g.intermediate[g.physical(layer)] * acc * ((4 + 3 * cast) if backward else (1 + 2 * cast))
 
 
 def head_bytes(g: Geometry, rows: int, dtype: torch.dtype, device: str, *, backward: bool) -> int:

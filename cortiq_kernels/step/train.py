@@ -47,6 +47,44 @@ class StepStats(NamedTuple):
     scale: float
 
 
+def mean_loss_and_gradients(
+    w: Weights,
+    buf: Buffers,
+    micros: Sequence[Micro],
+    rope: tuple[Tensor, Tensor],
+    scale: Tensor,
+    *,
+    stop: int,
+    masks: Mapping[int, Tensor] | None = None,
+    dmasks: Mapping[int, Tensor] | None = None,
+) -> Tensor:
+    """Mean loss over `micros` (0-d float64), and `scale` times its gradients (`=`): of what `w` trains in the layers
+    from `stop` on, and of the gates in `dmasks` (`backward`). ValueError when no row is scored."""
+    weight_sum = sum(m.batch.weight_sum for m in micros)
+    if not weight_sum > 0:
+        raise ValueError(
+            f"step: the weights of the {len(micros)} micro-batches must sum to more than 0; got {weight_sum}; "
+            "leave out steps without scored rows"
+        )
+    total = torch.zeros((), dtype=torch.float64, device=w.device)
+    grad_scale = scale.double() / weight_sum
+    for j, m in enumerate(micros):
+        seqs = Sequences.build(w.geometry, m.batch.cu_seqlens, m.batch.max_seqlen, buf.n, rope)
+        x = embed(w, buf, m.batch.tokens) if m.x is None else m.x
+        forward(w, buf, x, seqs, masks=masks)
+        total += head_loss(w, buf, m.batch, m.targets, grad_scale=grad_scale, accumulate=j > 0)
+        dx = backward(w, buf, buf.dhidden, seqs, stop=stop, accumulate=j > 0, masks=masks, dmasks=dmasks)
+        if stop == 0:
+            embed_backward(w, dx, m.batch.tokens, accumulate=j > 0)
+    return total / weight_sum
+
+
+def read_stats(state: AdamState, loss: Tensor) -> StepStats:
+    """Waits for the device; a step's loss and the counters, on the host."""
+    s = state.read()
+    return StepStats(float(loss), s.norm, s.ok, s.step, s.skipped, s.in_row, s.scale)
+
+
 @dataclass
 class Trainer:
     """Owns the optimizer state and the buffers of `n` = batch * window tokens; `weights.trained` says what trains."""
@@ -78,23 +116,7 @@ class Trainer:
                 f"Trainer: from_layer must be between train_from {w.train_from} and the {w.geometry.n_layers} layers; "
                 f"got {stop}; load the weights with a lower train_from="
             )
-        weight_sum = sum(m.batch.weight_sum for m in micros)
-        if not weight_sum > 0:
-            raise ValueError(
-                f"Trainer: the weights of the {len(micros)} micro-batches must sum to more than 0; got {weight_sum}; "
-                "leave out steps without scored rows"
-            )
-        total = torch.zeros((), dtype=torch.float64, device=w.device)
-        grad_scale = self.state.scale.double() / weight_sum
-        for j, m in enumerate(micros):
-            seqs = self.sequences(m.batch)
-            x = embed(w, buf, m.batch.tokens) if m.x is None else m.x
-            forward(w, buf, x, seqs)
-            total += head_loss(w, buf, m.batch, m.targets, grad_scale=grad_scale, accumulate=j > 0)
-            dx = backward(w, buf, buf.dhidden, seqs, stop=stop, accumulate=j > 0)
-            if stop == 0:
-                embed_backward(w, dx, m.batch.tokens, accumulate=j > 0)
-        self.loss = total / weight_sum
+        self.loss = mean_loss_and_gradients(w, buf, micros, self.rope, self.state.scale, stop=stop)
         return self.loss
 
     def step(
@@ -129,8 +151,7 @@ class Trainer:
 
     def read(self) -> StepStats:
         """Waits for the device; the loss of the last step and the counters."""
-        s = self.state.read()
-        return StepStats(float(self.loss), s.norm, s.ok, s.step, s.skipped, s.in_row, s.scale)
+        return read_stats(self.state, self.loss)
 
     def tensors(self) -> dict[str, Tensor]:
         """What the next step depends on, besides `counters`: the flat masters and moments, as they lie on the device
@@ -165,12 +186,14 @@ class Trainer:
 
 @dataclass
 class Evaluator:
-    """Forward-only passes over batches of `n` tokens; lends a trainer's buffers when given them."""
+    """Forward-only passes over batches of `n` tokens; lends a trainer's buffers when given them. `masks` maps a layer
+    to its per-neuron gate [F] in the accumulation dtype (absent: 1), and may be set between passes."""
 
     weights: Weights
     n: int
     max_seqlen: int
     buffers: Buffers | None = None
+    masks: Mapping[int, Tensor] | None = None
 
     def __post_init__(self) -> None:
         w = self.weights
@@ -183,7 +206,7 @@ class Evaluator:
         w, buf = self.weights, self.buffers
         assert buf is not None
         seqs = Sequences.build(w.geometry, batch.cu_seqlens, batch.max_seqlen, self.n, self.rope)
-        return forward(w, buf, embed(w, buf, batch.tokens) if x is None else x, seqs, save=False)
+        return forward(w, buf, embed(w, buf, batch.tokens) if x is None else x, seqs, save=False, masks=self.masks)
 
     def loss(self, micros: Iterable[Micro]) -> float:
         """Mean loss over all rows of all micro-batches: sum of w * loss / sum of w. Waits for the device once, at the
