@@ -1,4 +1,4 @@
-"""The command line: `cortiq capture | fold | heal | score`, `cortiq report` and `cortiq env`.
+"""The command line: `cortiq masks | capture | fold | heal | score`, `cortiq report` and `cortiq env`.
 
     cortiq heal --student fold/ --teacher source/ --data records.jsonl --out healed/
     cortiq heal --config heal.toml --lr 2e-5 --dry-run
@@ -30,6 +30,7 @@ from cortiq_kernels.recipes.capture_config import CaptureConfig
 from cortiq_kernels.recipes.errors import TrainingFailed
 from cortiq_kernels.recipes.fold_config import FoldConfig
 from cortiq_kernels.recipes.heal_config import HealConfig
+from cortiq_kernels.recipes.masks_config import MasksConfig
 from cortiq_kernels.recipes.outputs import log_path, page_path
 from cortiq_kernels.recipes.score_config import ScoreConfig
 from cortiq_kernels.recipes.stopping import Stopped, shielded, stop_on_signals
@@ -46,6 +47,7 @@ class Recipe(NamedTuple):
 
 _PACKAGE = "cortiq_kernels.recipes."
 RECIPES = {  # in the order of use
+    "masks": Recipe(MasksConfig, _PACKAGE + "masks:run", _PACKAGE + "masks_plan:plan_masks"),
     "capture": Recipe(CaptureConfig, _PACKAGE + "capture:run", _PACKAGE + "capture:plan_capture"),
     "fold": Recipe(FoldConfig, _PACKAGE + "fold:run", _PACKAGE + "fold:plan_fold"),
     "heal": Recipe(HealConfig, _PACKAGE + "heal:run", _PACKAGE + "heal_plan:plan_heal"),

@@ -26,5 +26,9 @@ def capture(model: Path, data: Path, out: Path, *more: object) -> tuple:
     return ("capture", "--model", model, "--data", data, "--out", out, *SMALL, *more)
 
 
+def masks(model: Path, data: Path, out: Path, *more: object) -> tuple:
+    return ("masks", "--model", model, "--data", data, "--out", out, *SMALL, "--max-steps", "4", "--topk", "8", *more)
+
+
 def score(model: Path, data: Path, *more: object) -> tuple:
     return ("score", "--models", model, "--data", data, *SMALL, *more)

@@ -85,7 +85,7 @@ def test_printing_refuses_what_a_run_would(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("[heel]\nlr = 1", "[heel]: got an unknown table; expected capture, fold, heal, score. Did you mean [heal]?"),
+    ("[heel]\nlr = 1", "got an unknown table; expected masks, capture, fold, heal, score. Did you mean [heal]?"),
     ("[score]\nbatch = 1", "got no table [heal], only [score]; expected settings of heal"),
     ("lr = 1\n[heal]\nlr = 2", "got lr outside of the tables"),
     ("train-from = 1\ntrain_from = 2", "train_from: got a setting for the second time"),
@@ -147,7 +147,7 @@ def test_help_names_every_flag_and_no_other(name):
     """tyro writes the help, and this package reads the words: both know the same flags."""
     done = cortiq(name, "--help")
     assert done.status == 0 and done.err == "" and "None" not in done.out
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", done.out.replace("\n", " "))) - {"--help"}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", done.out.replace("\n", " "))) - {"--help"}
     config = cli.RECIPES[name].config
     known = {**kinds(config), **kinds(cli_flags.Flags)}
     assert {flag_of(f) for f in known} <= named

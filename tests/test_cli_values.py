@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from directories import cortiq, records, refused, snapshot, tensors_of, write_dir
-from report_world import CONFIG, ROWS, TRAIN, capture, fold, heal, score
+from report_world import CONFIG, ROWS, TRAIN, capture, fold, heal, masks, score
 
 from cortiq_kernels import cli
 from cortiq_kernels.recipes.settings import flag_of, kinds, optional
@@ -25,18 +25,19 @@ NO_TARGETS = (*NO_PATH, "text", "text/below", "m", "t", "pipe", "/dev/null", "d.
 
 PATHS = {
     "student": NO_MODEL, "teacher": NO_MODEL, "model": NO_MODEL, "models": NO_MODEL, "data": NO_DATA, "out": NO_OUT,
-    "log": NO_FILE, "targets": NO_TARGETS, "grams": NO_DATA,
+    "log": NO_FILE, "targets": NO_TARGETS, "grams": NO_DATA, "masks": NO_MODEL,
 }  # fmt: skip
 FITS = {("heal", "ce", "-1")}  # clamped
-FITS |= {(recipe, "seed", value) for recipe in ("heal", "fold") for value in ("-1", "2147483648")}  # any seed will do
+FITS |= {(recipe, "seed", value) for recipe in ("heal", "fold", "masks") for value in ("-1", "2147483648")}  # any seed
 SCORE_OUT = {"full_dir"} | set(NO_FILE)
+FILES = {("score", "out"), ("masks", "out")}  # outputs that are files
 
 
 def bad(recipe: str, field: str, kind: object) -> tuple[str, ...]:
     kind, _ = optional(kind)
     kind = typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind
     if kind is Path:
-        return tuple(SCORE_OUT) if (recipe, field) == ("score", "out") else PATHS[field]
+        return tuple(SCORE_OUT) if (recipe, field) in FILES else PATHS[field]
     return {int: COUNTS, float: SIZES, bool: ("1", "true", "")}.get(kind, WORDS)
 
 
@@ -72,6 +73,7 @@ def command(recipe: str, place: Path) -> list[str]:
         "fold": fold(place / "m", place / "d.jsonl", place / "o"),
         "capture": capture(place / "m", place / "d.jsonl", place / "o"),
         "score": score(place / "m", place / "d.jsonl"),
+        "masks": masks(place / "m", place / "d.jsonl", place / "o", "--teacher", place / "t", "--loss", "kl"),
     }[recipe]
     return [str(w) for w in whole]
 

@@ -1,7 +1,7 @@
 """What is refused, in the order of the specification: models, data, heal, fold, score. Each refusal is one line with
 what, got, expected and how to fix it, raised before a weight is read or a step is made, with nothing written.
 
-Masks, bakes, captures and closed-form folds are not there yet; their refusals come with them.
+Bakes are not there yet; their refusals come with them.
 """
 
 from __future__ import annotations

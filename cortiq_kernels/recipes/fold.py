@@ -7,7 +7,8 @@ By default its importance is
 
 the mean energy of that contribution on the train records (real rows only, no padding). The `width` most important stay
 (ties: the lowest index), in their old order: rows of gate and up, columns of down. Other rankings, and the repair of
-down from the Grams of a capture: repair.py. Without Grams nothing is repaired.
+down from the Grams of a capture: repair.py. Without Grams nothing is repaired. With a file of learned masks their
+logits rank the neurons, and decide the width (keep.py) unless one is given.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from cortiq_kernels.recipes.fingerprint import fingerprint
 from cortiq_kernels.recipes.fold_config import FoldConfig
 from cortiq_kernels.recipes.gram_file import Grams
 from cortiq_kernels.recipes.inputs import Progress, Ticks, fit_shape, geometry_summary, load_for, refuse_loops, silent
+from cortiq_kernels.recipes.keep import keep_widths
 from cortiq_kernels.recipes.lock import check_unlocked, locked
+from cortiq_kernels.recipes.mask_file import Masks, read_masks
 from cortiq_kernels.recipes.memory import check_fits, forward_memory
 from cortiq_kernels.recipes.outputs import check_files
 from cortiq_kernels.recipes.provenance import provenance
@@ -96,6 +99,7 @@ class FoldPlan:
     model: ModelDir
     source: Measured | Grams
     widths: list[int]
+    masks: Masks | None
     notes: list[str]
 
     @property
@@ -130,6 +134,7 @@ class FoldPlan:
             "model": {"path": str(self.model.path), **geometry_summary(g)},
             "data": self.data(),
             "width": self.widths[0] if len(set(self.widths)) == 1 else self.widths,
+            "ranked_by": "masks" if self.masks else self.cfg.rank,
             "parameters_after": names.parameter_count(g.with_widths(self.widths)),
             "device": backend.describe(self.device.device),
             "device_reason": self.device.reason,
@@ -168,7 +173,8 @@ def plan_fold(cfg: FoldConfig) -> FoldPlan:
     refuse_loops("fold", model.geometry)
     check_destination(model.path, cfg.out, model.total_bytes())
     check_files("fold", cfg)
-    widths = _widths(cfg, model)
+    masks = read_masks(cfg.masks, model.geometry, "fold: masks") if cfg.masks else None
+    widths = _widths(cfg, model, masks)
     notes: list[str] = []
     source: Measured | Grams
     if cfg.grams:
@@ -189,13 +195,13 @@ def plan_fold(cfg: FoldConfig) -> FoldPlan:
         )
     if list(model.geometry.intermediate) == widths:
         notes.append(f"the MLPs are {max(widths)} wide already: every neuron is kept")
-    plan = FoldPlan(cfg, device, dtype, model, source, widths, notes)
+    plan = FoldPlan(cfg, device, dtype, model, source, widths, masks, notes)
     fix = "Use --device cpu." if cfg.grams else "Lower --batch or --window."
     notes += check_fits("fold", plan.memory(), device.device, fix)
     return plan
 
 
-def _widths(cfg: FoldConfig, model: ModelDir) -> list[int]:
+def _widths(cfg: FoldConfig, model: ModelDir, masks: Masks | None) -> list[int]:
     """Width to keep of each layer."""
     have = model.geometry.intermediate
     if cfg.widths:
@@ -204,6 +210,8 @@ def _widths(cfg: FoldConfig, model: ModelDir) -> list[int]:
         for i, (want, most) in enumerate(zip(cfg.widths, have, strict=True)):
             need(want <= most, f"fold: widths: layer {i}", want, f"at most its {most} neurons", "Set --widths.")
         return list(cfg.widths)
+    if masks is not None and cfg.keep is None and cfg.width is None:
+        return keep_widths([int(k.sum()) for k in masks.kept], have, cfg.align, not cfg.per_layer)
     least = min(have)
     width = cfg.target_width(least)
     need(
@@ -275,6 +283,8 @@ def _run(plan: FoldPlan, progress: Progress) -> FoldReport:
             )
         if gram is not None and cfg.rank == "gram":
             keep = keep_by_gram(gram, weight[down].to(device), width).cpu()
+        elif plan.masks is not None:
+            keep = keep_top(plan.masks.logits[i], width)
         else:
             keep = keep_top(_ranking(cfg, i, score, mean_square, list(weight.values())), width)
         shares.append(float(score[keep].sum() / score.sum()))
@@ -298,12 +308,14 @@ def _run(plan: FoldPlan, progress: Progress) -> FoldReport:
     change = width_changed_updates(plan.model, plan.widths)
     after = g.with_widths(plan.widths)
     progress({"event": "write", "out": str(cfg.out)})
+    learned = {"masks": plan.masks.provenance} if plan.masks else {}
     left = {k: [getattr(r, k) for r in repaired] for k in ("residual", "output_residual", "ridge")}
     written = write_model(
         plan.model, cfg.out, replace=replace, drop=change.drop, config_updates=change.config_updates,
         provenance=provenance(
             "fold", cfg, model=plan.model, data_hash=plan.data_hash, widths=plan.widths, kept_energy=shares,
             rows=rows, device=backend.describe(device), dtype=backend.dtype_name(plan.dtype.dtype), **left,
+            **learned,
         ),
     )  # fmt: skip
     return FoldReport(

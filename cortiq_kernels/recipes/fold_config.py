@@ -15,8 +15,8 @@ class FoldConfig:
     """Narrow every MLP to the neurons that your task uses most, and write the smaller directory.
 
     With the Grams of `cortiq capture` down_proj is repaired, so that the neurons that stay stand in for those that go.
-    Without, they are ranked on records and nothing is repaired. All layers get the same width unless --widths is given,
-    so any runtime loads the result. Heal it afterwards.
+    Without, they are ranked on records and nothing is repaired. All layers get the same width unless you say
+    otherwise, so any runtime loads the result. Heal it afterwards.
     """
 
     model: Path
@@ -36,8 +36,13 @@ class FoldConfig:
     """weight of the repair's regularisation, in units of the kept neurons' mean square"""
     seed: int = 0
     """of --rank random"""
-    keep: float = 0.5
-    """share of the neurons to keep, in (0, 1]; the width is rounded up to a multiple of `align`"""
+    masks: Path | None = None
+    """mask file of cortiq masks for this model: neurons are ranked by its logits, instead of `rank`"""
+    per_layer: bool = False
+    """with masks: every layer keeps its own open gates, rounded up to `align`; only this package loads the result"""
+    keep: float | None = None
+    """share of the neurons to keep, in (0, 1]; the width is rounded up to a multiple of `align`; default 0.5, and with
+    masks what the layer with most open gates needs"""
     width: int | None = None
     """width to keep exactly, instead of `keep`"""
     widths: tuple[int, ...] = ()
@@ -60,7 +65,22 @@ class FoldConfig:
     def check(self) -> None:
         """Refuse settings that no data or model could make right; raises `InputError`."""
         check_values("fold", self)
-        need(0 < self.keep <= 1, "fold: keep", self.keep, "a fraction in (0, 1]", "Set --keep, for instance 0.5.")
+        need(
+            self.keep is None or 0 < self.keep <= 1, "fold: keep", self.keep, "a fraction in (0, 1]",
+            "Set --keep, for instance 0.5.",
+        )  # fmt: skip
+        need(
+            self.masks is None or self.rank == "importance", "fold: masks", f"masks with rank {self.rank!r}",
+            "one of them", "Drop --rank or --masks.",
+        )  # fmt: skip
+        need(
+            not self.per_layer or self.masks is not None, "fold: per_layer", "per_layer without masks", "a mask file",
+            "Name it with --masks, or drop --per-layer.",
+        )  # fmt: skip
+        need(
+            not self.per_layer or (self.keep is None and self.width is None and not self.widths), "fold: per_layer",
+            "per_layer with a width", "one of them", "Drop --per-layer, or --keep, --width and --widths.",
+        )  # fmt: skip
         for name, least in (("align", 1), ("window", 2), ("batch", 1)):
             value = getattr(self, name)
             need(value >= least, f"fold: {name}", value, f"at least {least}", f"Set --{name}.")
@@ -77,8 +97,8 @@ class FoldConfig:
             need(width >= 1, "fold: widths", width, "at least 1 each", "Set --widths.")
 
     def target_width(self, f: int) -> int:
-        """Width to keep of `f` neurons: `width` as it is, or keep * f rounded up to `align`, at most f."""
+        """Width to keep of `f` neurons: `width` as it is, or keep (0.5) * f rounded up to `align`, at most f."""
         if self.width is not None:
             return self.width
-        wanted = max(1, round(self.keep * f))
+        wanted = max(1, round((0.5 if self.keep is None else self.keep) * f))
         return min(-(-wanted // self.align) * self.align, f)

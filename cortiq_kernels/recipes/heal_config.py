@@ -79,6 +79,11 @@ class HealConfig:
     """run log (JSONL); default OUT.log.jsonl"""
 
     @property
+    def recipe(self) -> str:
+        """Its name in messages."""
+        return "heal"
+
+    @property
     def alpha(self) -> float:
         """`ce`, clamped to 0 .. 1."""
         return min(max(self.ce, 0.0), 1.0)

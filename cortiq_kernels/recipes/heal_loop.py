@@ -19,27 +19,26 @@ from cortiq_kernels import backend
 from cortiq_kernels.data.order import HEAL_SEED, Shuffler
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.recipes.checkpoint import Best
-from cortiq_kernels.recipes.errors import TrainingFailed
 from cortiq_kernels.recipes.heal_plan import HealPlan
-from cortiq_kernels.recipes.heal_targets import HealTargets
+from cortiq_kernels.recipes.heal_targets import HealTargets, Taught
 from cortiq_kernels.recipes.logged import Logged
 from cortiq_kernels.recipes.prefix import PrefixCache
 from cortiq_kernels.recipes.saver import Saver
 from cortiq_kernels.recipes.schedule import cosine_rate, genesis_factor, genesis_from, genesis_rate
+from cortiq_kernels.recipes.skips import report_skip
 from cortiq_kernels.recipes.stopping import asked_to_stop, check, shielded
 from cortiq_kernels.step import Evaluator, Micro, StepStats, Trainer
 from cortiq_kernels.step.loss import pad_rows
 from cortiq_kernels.step.update import AdamOptions
 
 F16_LOSS_SCALE = 4096.0
-MAX_SKIPS_IN_ROW = 20
 ROW_MULTIPLE = 512  # scored rows of a batch on a GPU are padded to this
 
 
 class Feed:
     """`feed[i]`: batch i of the plan (train, then val) with its targets and prefix stream, on the device."""
 
-    def __init__(self, plan: HealPlan, targets: HealTargets, prefix: PrefixCache | None):
+    def __init__(self, plan: Taught, targets: HealTargets, prefix: PrefixCache | None = None):
         self.batches, self.targets, self.prefix = plan.batches, targets, prefix
         self.device, self.dtype = plan.device.device, plan.dtype.dtype
 
@@ -59,8 +58,8 @@ class Groups:
     `next` looks, `advance` moves on; `state` is JSON-able, and `Groups.resumed` continues from it inside a pass.
     """
 
-    def __init__(self, n: int, accumulate: int, seed: int):
-        self._order, self._accumulate = Shuffler(n, HEAL_SEED ^ seed), accumulate
+    def __init__(self, n: int, accumulate: int, seed: int, base: int = HEAL_SEED):
+        self._order, self._accumulate = Shuffler(n, base ^ seed), accumulate
         self._pass, self._at = self._order.next_pass(), 0
 
     def next(self) -> list[int]:
@@ -160,7 +159,8 @@ class Loop:
                 self.done += 1
                 self._report(stats, rate, seconds, len(micros) * self.plan.n)
             else:
-                self._skip(stats)
+                fix = "Check the student's weights (cortiq score), lower --lr, or use --dtype bf16 or f32."
+                report_skip("heal", self.progress, stats, done=self.done, of=self.plan.steps, fix=fix)
             self._whole = True
 
     def _rates(self, d: int) -> tuple[float, int | None, Callable[[int], float] | None]:
@@ -195,20 +195,6 @@ class Loop:
             "tokens_per_s": tokens / seconds,
             "left_s": (self.plan.steps - self.done) * self.step_seconds / self.done, "skipped": stats.skipped,
         })  # fmt: skip
-
-    def _skip(self, stats: StepStats) -> None:
-        """Report a skipped step, and give up when training does not recover."""
-        self.progress({
-            "event": "skip", "step": self.done + 1, "loss": stats.loss, "norm": stats.norm, "skipped": stats.skipped,
-            "in_row": stats.in_row, "scale": stats.scale,
-        })  # fmt: skip
-        in_all = max(MAX_SKIPS_IN_ROW, 0.05 * self.plan.steps)
-        if stats.in_row >= MAX_SKIPS_IN_ROW or stats.skipped > in_all:
-            raise TrainingFailed(
-                f"heal: got {stats.in_row} steps in a row ({stats.skipped} in all) with a loss or gradient that is not "
-                f"finite; expected fewer than {MAX_SKIPS_IN_ROW} in a row and at most {in_all:g} in all. Nothing was "
-                "written. Check the student's weights (cortiq score), lower --lr, or use --dtype bf16 or f32."
-            )
 
     def state(self) -> dict[str, Any]:
         """JSON-able: all but the tensors. Waits for the device. Numbers that JSON lacks are text."""

@@ -6,12 +6,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from cortiq_kernels import backend
-from cortiq_kernels.data.batches import Batch, Batches, eval_batches, train_batches
+from cortiq_kernels.data.batches import Batch, Batches
 from cortiq_kernels.data.records import Dataset
-from cortiq_kernels.data.windows import pack
 from cortiq_kernels.model import names
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.hf import ModelDir, check_destination, open_model
@@ -20,8 +17,8 @@ from cortiq_kernels.recipes.errors import need
 from cortiq_kernels.recipes.finished import check_same_run, made_output, output_is_done
 from cortiq_kernels.recipes.heal_config import HealConfig
 from cortiq_kernels.recipes.heal_memory import heal_memory
-from cortiq_kernels.recipes.inputs import Joined, check_same_tokens, geometry_summary, layer_parameters, load_for
-from cortiq_kernels.recipes.memory import check_fits
+from cortiq_kernels.recipes.inputs import Joined, check_same_tokens, geometry_summary, layer_parameters, packed_for
+from cortiq_kernels.recipes.memory import check_fits, check_window
 from cortiq_kernels.recipes.outputs import check_files
 from cortiq_kernels.recipes.prefix import PrefixPlan, plan_prefix
 from cortiq_kernels.recipes.resume import check_room, find_checkpoint, same_prefix
@@ -31,7 +28,6 @@ from cortiq_kernels.recipes.target_dir import check_target_directory, held_bytes
 from cortiq_kernels.recipes.target_file import file_bytes
 from cortiq_kernels.recipes.targets import TargetStore, asked_topk
 from cortiq_kernels.report.results import size
-from cortiq_kernels.step import Buffers
 
 HOST_SHARE = 0.3  # of the host memory available, for the prefix cache, and again for the targets
 
@@ -159,24 +155,10 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
         assert cfg.teacher is not None
         teacher = open_model(cfg.teacher)
         check_same_tokens(teacher, student, "teacher", "student")
-    check_window(cfg, g, device.device, dtype.dtype)
-    dataset, pad_id = load_for(student, cfg.data, cfg.loss_on, ("train", "val"))
-    packed = {s: pack(dataset.split(s), cfg.window, cfg.packing, pad_id) for s in ("train", "val")}
-    windows = len(packed["train"].windows)
-    need(
-        not 0 < windows < cfg.batch, "heal: batch", f"{cfg.batch} windows of {cfg.window} tokens",
-        f"at most {windows}, which is what the train records fill",
-        f"Set --batch {windows}, or lower --window for more windows.",
-    )  # fmt: skip
-    train = train_batches(packed["train"].windows, cfg.batch)
-    val = eval_batches(packed["val"].windows, cfg.batch, pad_id=pad_id)
-    notes = list(dataset.notes)
-    if cfg.packing == "records" and (cut := packed["train"].cut + packed["val"].cut):
-        notes.append(
-            f"{cut} records are longer than the window of {cfg.window} tokens and were cut; each piece starts fresh"
-        )
-    if train.dropped:
-        notes.append(f"{train.dropped} train windows beyond the last full batch are not used")
+    check_window(
+        "heal", g, cfg.batch * cfg.window, dtype.dtype, device.device, first=cfg.train_from, save_from=cfg.train_from
+    )
+    dataset, train, val, notes = packed_for(student, cfg)
     if cfg.teacher is not None and teacher is None:
         notes.append("ce is 1: the teacher is not opened")
     host = int(HOST_SHARE * backend.host_free_bytes())
@@ -214,18 +196,6 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
         check_room(plan, beside)
     state = find_checkpoint(plan)
     return plan if state is None else replace(plan, checkpoint=state, prefix=same_prefix(prefix, state, dtype.dtype))
-
-
-def check_window(cfg: HealConfig, g: Geometry, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a micro-batch whose buffers alone do not fit, before its windows are made, which would take minutes for
-    two billion tokens. `InputError`.
-    """
-    n, free = cfg.batch * cfg.window, backend.free_bytes(device)
-    least = n * g.hidden * dtype.itemsize
-    if least <= free:  # or the arithmetic of tensors overflows
-        meta = torch.device("meta")
-        least = Buffers(g, n, dtype, meta, first=cfg.train_from, save_from=cfg.train_from).nbytes
-    check_fits("heal", {"least": least, "peak": least, "free": free}, device, "Lower --batch or --window.")
 
 
 def trained_parameters(g: Geometry, train: str, train_from: int) -> int:

@@ -1,4 +1,4 @@
-"""The teacher's pass of a heal: targets that are there already are used, the others are computed and kept.
+"""The teacher's pass of a heal or of masks: targets that are there already are used, the others computed and kept.
 
     1  name the targets by all that decides them, open their file        target_dir.py
     2  check every batch in it by its digest                             target_file.py
@@ -15,12 +15,14 @@ its attention and GEMMs repeat themselves. Naming them costs one read of the tea
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
 from cortiq_kernels import backend
+from cortiq_kernels.data.batches import Batch
+from cortiq_kernels.model.hf import ModelDir
 from cortiq_kernels.model.weights import Weights
-from cortiq_kernels.recipes.heal_plan import HealPlan
-from cortiq_kernels.recipes.inputs import Progress, Ticks
-from cortiq_kernels.recipes.target_dir import give_up, open_targets, target_key, unlock
+from cortiq_kernels.recipes.inputs import Joined, Progress, Ticks
+from cortiq_kernels.recipes.target_dir import Asked, give_up, open_targets, target_key, unlock
 from cortiq_kernels.recipes.target_file import TargetFile
 from cortiq_kernels.recipes.targets import TargetStore, TrueTokens, teacher_targets
 from cortiq_kernels.report.results import size
@@ -29,7 +31,39 @@ from cortiq_kernels.step import Evaluator
 HealTargets = TargetStore | TargetFile | TrueTokens
 
 
-def obtain_targets(plan: HealPlan, progress: Progress) -> tuple[HealTargets, float]:
+class _Settings(Asked, Protocol):
+    @property
+    def window(self) -> int: ...
+    @property
+    def alpha(self) -> float: ...
+
+
+class Taught(Protocol):
+    """What the plan of a recipe that learns from a teacher says; see `HealPlan`."""
+
+    @property
+    def cfg(self) -> _Settings: ...
+    @property
+    def teacher(self) -> ModelDir | None: ...
+    @property
+    def batches(self) -> Joined[Batch]: ...
+    @property
+    def rows(self) -> list[int]: ...
+    @property
+    def topk(self) -> int: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def device(self) -> backend.DeviceChoice: ...
+    @property
+    def dtype(self) -> backend.DtypeChoice: ...
+    @property
+    def target_bytes(self) -> int: ...
+    @property
+    def target_room(self) -> int: ...
+
+
+def obtain_targets(plan: Taught, progress: Progress) -> tuple[HealTargets, float]:
     """(targets of `plan.batches`, seconds that it took). The teacher is gone when this returns.
 
     Events: "tick" with phase "teacher" (only when something is computed), and "note" for what was reused, damaged,
@@ -59,7 +93,7 @@ def obtain_targets(plan: HealPlan, progress: Progress) -> tuple[HealTargets, flo
     return store, time.perf_counter() - began
 
 
-def _fill(plan: HealPlan, file: TargetFile, progress: Progress) -> None:
+def _fill(plan: Taught, file: TargetFile, progress: Progress) -> None:
     """Check what is in the file, say what was found, and compute the rest."""
     found, n = file.check(), len(file)
     if file.replaced:
@@ -76,7 +110,7 @@ def _note(progress: Progress, text: str) -> None:
     progress({"event": "note", "text": text})
 
 
-def _teach(plan: HealPlan, file: TargetFile, missing: list[int], progress: Progress) -> None:
+def _teach(plan: Taught, file: TargetFile, missing: list[int], progress: Progress) -> None:
     """The teacher's pass over the missing batches. Its memory is free when this returns."""
     assert plan.teacher is not None
     device = plan.device.device

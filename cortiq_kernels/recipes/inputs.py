@@ -8,12 +8,14 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+from cortiq_kernels.data.batches import Batches, eval_batches, train_batches
 from cortiq_kernels.data.encode import NoTokenizer
 from cortiq_kernels.data.record import Record
 from cortiq_kernels.data.records import Dataset, load_records
 from cortiq_kernels.data.tokens import Tokenizer
+from cortiq_kernels.data.windows import pack
 from cortiq_kernels.model import names
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.hf import ModelDir
@@ -56,6 +58,54 @@ class Joined(Sequence[T]):
             raise IndexError(i)
         n = len(self.first)
         return self.first[i] if i < n else self.second[i - n]
+
+
+class Packed(NamedTuple):
+    """Records in batches, and sentences about them."""
+
+    dataset: Dataset
+    train: Batches
+    val: Batches
+    notes: list[str]
+
+
+class Packing(Protocol):
+    """The settings that decide the batches."""
+
+    @property
+    def recipe(self) -> str: ...
+    @property
+    def data(self) -> Path: ...
+    @property
+    def loss_on(self) -> str: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def packing(self) -> str: ...
+
+
+def packed_for(model: ModelDir, cfg: Packing) -> Packed:
+    """Train and val records of `cfg.data`, tokenised for `model` and packed into batches. InputError or DataError."""
+    dataset, pad_id = load_for(model, cfg.data, cfg.loss_on, ("train", "val"))
+    packed = {s: pack(dataset.split(s), cfg.window, cfg.packing, pad_id) for s in ("train", "val")}
+    windows = len(packed["train"].windows)
+    need(
+        not 0 < windows < cfg.batch, f"{cfg.recipe}: batch", f"{cfg.batch} windows of {cfg.window} tokens",
+        f"at most {windows}, which is what the train records fill",
+        f"Set --batch {windows}, or lower --window for more windows.",
+    )  # fmt: skip
+    train = train_batches(packed["train"].windows, cfg.batch)
+    val = eval_batches(packed["val"].windows, cfg.batch, pad_id=pad_id)
+    notes = list(dataset.notes)
+    if cfg.packing == "records" and (cut := packed["train"].cut + packed["val"].cut):
+        notes.append(
+            f"{cut} records are longer than the window of {cfg.window} tokens and were cut; each piece starts fresh"
+        )
+    if train.dropped:
+        notes.append(f"{train.dropped} train windows beyond the last full batch are not used")
+    return Packed(dataset, train, val, notes)
 
 
 class Records(NamedTuple):

@@ -16,6 +16,7 @@ from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.layout import plan_layout
 from cortiq_kernels.recipes.errors import need
 from cortiq_kernels.report.results import size
+from cortiq_kernels.step import Buffers
 from cortiq_kernels.step.memory import forward_bytes
 
 
@@ -41,6 +42,22 @@ def forward_memory(
         "free": backend.free_bytes(device),
         "host_free": backend.host_free_bytes(),
     }
+
+
+def check_window(
+    recipe: str, g: Geometry, n: int, dtype: torch.dtype, device: torch.device, *, first: int = 0, save_from: int = 0,
+    mixers_from: int = 0,
+) -> None:  # fmt: skip
+    """Refuse a micro-batch of `n` tokens whose buffers alone do not fit, before its windows are made, which would take
+    minutes for two billion tokens. `first`, `save_from`, `mixers_from`: those of `Buffers`. `InputError`.
+    """
+    free = backend.free_bytes(device)
+    least = n * g.hidden * dtype.itemsize
+    if least <= free:  # or the arithmetic of tensors overflows
+        least = Buffers(
+            g, n, dtype, torch.device("meta"), first=first, save_from=save_from, mixers_from=mixers_from
+        ).nbytes
+    check_fits(recipe, {"least": least, "peak": least, "free": free}, device, "Lower --batch or --window.")
 
 
 def check_fits(recipe: str, memory: Mapping[str, int], device: torch.device, fix: str) -> list[str]:

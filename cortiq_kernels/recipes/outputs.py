@@ -22,8 +22,10 @@ def log_path(recipe: str, cfg: Any) -> Path | None:
     if recipe == "score":
         return None
     out = cfg.out.absolute() if cfg.out.name != ".." else _real(cfg.out)
-    need(out.name != "", f"{recipe}: out", repr(str(cfg.out)), "a directory to create", "Set --out.")
-    return out.with_name(out.name + ".log.jsonl")
+    what = "file" if recipe == "masks" else "directory"
+    need(out.name != "", f"{recipe}: out", repr(str(cfg.out)), f"a {what} to create", "Set --out.")
+    name = (out.name.removesuffix(".safetensors") if recipe == "masks" else "") or out.name
+    return out.with_name(name + ".log.jsonl")
 
 
 def page_path(log: Path) -> Path | None:
@@ -51,6 +53,8 @@ def check_files(recipe: str, cfg: Any) -> None:
         if cfg.out is not None and _real(cfg.out) in [_real(f) for f in files.values() if f is not None]:
             raise refuse("score: log", repr(str(log)), "another file than --out, and another name", "Set --log.")
         files["out"] = cfg.out
+    elif recipe == "masks":
+        files["out"] = cfg.out
     else:
         folders.append(cfg.out)
     for name, file in files.items():
@@ -68,7 +72,9 @@ def check_files(recipe: str, cfg: Any) -> None:
             raise refuse(what, f"{str(file)!r}, which is no run log", "a new file, or an earlier run log", fix)
         if name == "page":
             check_page(what, file, fix)
-        if name == "out" and (first := _start(file)) and not (first.startswith(b"{") and b'"rows"' in first):
+        if name == "out" and recipe == "masks":
+            need(not os.path.lexists(file), what, f"{str(file)!r}, which is there already", "a new file", fix)
+        elif name == "out" and (first := _start(file)) and not (first.startswith(b"{") and b'"rows"' in first):
             raise refuse(what, f"{str(file)!r}, which is no result", "a new file, or an earlier result", fix)
 
 
@@ -111,13 +117,13 @@ def _start(file: Path) -> bytes:
         return b""
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a text file beside its place and rename it, so that an error leaves an earlier one as it was."""
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file (text as UTF-8) beside its place and rename it, so that an error leaves an earlier one as it was."""
     place = _real(path)
     partial = place.with_name(f".{place.name}.partial")
     try:
-        with open(partial, "w", encoding="utf-8") as f:
-            f.write(text)
+        with open(partial, "wb") as f:
+            f.write(content.encode() if isinstance(content, str) else content)
             f.flush()
             os.fsync(f.fileno())
         os.replace(partial, place)

@@ -31,12 +31,12 @@ _GENESIS_64THS = (12, 24, 40, 64)
 
 def total_steps(epochs: float, per_epoch: int) -> int:
     """T = max(1, ceil(epochs * n)) accepted steps."""
-    return max(1, math.ceil(_decimal(epochs) * per_epoch))
+    return max(1, math.ceil(decimal(epochs) * per_epoch))
 
 
 def warm_steps(total: int, warm: float) -> int:
     """w = max(1, floor(T * warm)): steps that warm up."""
-    return max(1, math.floor(_decimal(warm) * total))
+    return max(1, math.floor(decimal(warm) * total))
 
 
 def cosine_rate(lr: float, d: int, total: int, warm: float) -> float:
@@ -64,6 +64,6 @@ def genesis_factor(epoch: int, layer: int, from_layer: int) -> float:
     return math.exp(-0.1 / (epoch + 1) * (layer - from_layer))
 
 
-def _decimal(x: float) -> Fraction:
+def decimal(x: float) -> Fraction:
     """The shortest decimal that is read as `x`, exactly."""
     return Fraction(repr(float(x)))

@@ -28,12 +28,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from cortiq_kernels._version import __version__
 from cortiq_kernels.data.batches import Batch
 from cortiq_kernels.model.hf import ModelDir
 from cortiq_kernels.recipes.errors import need, refuse
-from cortiq_kernels.recipes.heal_config import HealConfig
 from cortiq_kernels.recipes.outputs import log_path
 from cortiq_kernels.recipes.target_file import FORMAT, TargetFile, file_bytes
 from cortiq_kernels.report.results import size
@@ -43,7 +43,18 @@ SUFFIX = ".targets"
 _HASH_BLOCK = 1 << 24
 
 
-def target_directory(cfg: HealConfig) -> Path:
+class Asked(Protocol):
+    """The config of a recipe that learns from a teacher."""
+
+    @property
+    def recipe(self) -> str: ...
+    @property
+    def out(self) -> Path: ...
+    @property
+    def targets(self) -> Path | None: ...
+
+
+def target_directory(cfg: Asked) -> Path:
     """`cfg.targets`, else OUT.targets beside the output."""
     if cfg.targets is not None:
         return Path(os.path.realpath(cfg.targets))
@@ -51,23 +62,23 @@ def target_directory(cfg: HealConfig) -> Path:
     return out.with_name(out.name + SUFFIX)
 
 
-def check_target_directory(cfg: HealConfig, room: int = 0) -> None:
+def check_target_directory(cfg: Asked, room: int = 0) -> None:
     """Refuse, before any work, a place for the targets that is a file, cannot be written to, or lies in a model.
 
     `room`: bytes that they take; less on the disk of a --targets directory (besides what a rerun finds there) is
     refused, too. Raises `InputError`; creates nothing.
     """
     place, fix = target_directory(cfg), "Set --targets to another directory."
-    what = "heal: targets"
+    what = f"{cfg.recipe}: targets"
     need(place.is_dir() or not os.path.lexists(place), what, f"the file {str(place)!r}", "a directory", fix)
-    log = log_path("heal", cfg)
+    log = log_path(cfg.recipe, cfg)
     if log is not None and place == Path(os.path.realpath(log)):
         raise refuse(what, f"{str(place)!r}, which is the run log", "a directory", fix)
     parent = next(p for p in (place, *place.parents) if p.exists())
     writable = parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)
     need(writable, what, f"{str(place)!r} below {str(parent)!r}", "a directory that can be written to", fix)
-    for name in ("student", "teacher", "out"):
-        other = getattr(cfg, name)
+    for name in ("student", "model", "teacher", "out"):
+        other = getattr(cfg, name, None)
         if other is not None and (real := Path(os.path.realpath(other))) in (place, *place.parents):
             raise refuse(what, f"{str(place)!r} in --{name} {str(real)!r}", "a directory of its own", fix)
     if cfg.targets is not None:
@@ -91,7 +102,7 @@ def target_key(teacher: ModelDir, batches: Iterable[Batch], *, k: int, alpha: fl
 
 
 def open_targets(
-    cfg: HealConfig, key: bytes, rows: Sequence[int], k: int, waiting: Callable[[str], None] = lambda text: None
+    cfg: Asked, key: bytes, rows: Sequence[int], k: int, waiting: Callable[[str], None] = lambda text: None
 ) -> TargetFile:
     """The file of these targets, checked or new, locked for this run until `unlock` or `close`.
 
@@ -101,15 +112,16 @@ def open_targets(
     path = place / f"{key.hex()[:32]}{SUFFIX}"
     made = [p for p in (place, *place.parents) if not p.exists()]  # deepest first
     try:
-        return _open_targets(path, key, rows, k, made, keep=KEPT if cfg.targets else 1, waiting=waiting)
+        return _open_targets(cfg.recipe, path, key, rows, k, made, keep=KEPT if cfg.targets else 1, waiting=waiting)
     except BaseException:  # a signal included: no empty directories stay
         _remove_empty(made)
         raise
 
 
 def _open_targets(
-    path: Path, key: bytes, rows: Sequence[int], k: int, made: list[Path], keep: int, waiting: Callable[[str], None]
-) -> TargetFile:
+    recipe: str, path: Path, key: bytes, rows: Sequence[int], k: int, made: list[Path], keep: int,
+    waiting: Callable[[str], None],
+) -> TargetFile:  # fmt: skip
     """`open_targets` for a file; `made` are the directories that are new with it."""
     place, told = path.parent, False
     while True:
@@ -119,7 +131,8 @@ def _open_targets(
                 file = TargetFile.open(path, key, rows, k)
             except OSError as e:
                 raise refuse(
-                    "heal: targets", f"{e.strerror or e} at {str(path)!r}", f"room for {size(file_bytes(rows, k))}",
+                    f"{recipe}: targets", f"{e.strerror or e} at {str(path)!r}",
+                    f"room for {size(file_bytes(rows, k))}",
                     "Free some space, lower --topk, or set --targets to another disk.",
                 ) from e  # fmt: skip
             if _try_lock(file.fd):
@@ -140,7 +153,7 @@ def unlock(file: TargetFile) -> None:
         fcntl.flock(file.fd, fcntl.LOCK_UN)
 
 
-def discard_targets(cfg: HealConfig) -> None:
+def discard_targets(cfg: Asked) -> None:
     """Remove OUT.targets when its run is complete; what lies in a --targets directory stays."""
     place = target_directory(cfg)
     if cfg.targets is None and place.is_dir():
@@ -156,7 +169,7 @@ def give_up(file: TargetFile) -> None:
     file.close()
 
 
-def held_bytes(cfg: HealConfig) -> int:
+def held_bytes(cfg: Asked) -> int:
     """Bytes that a rerun finds reserved already: the largest set of targets in the directory."""
     return max((p.stat().st_size for p in _files(target_directory(cfg))), default=0)
 

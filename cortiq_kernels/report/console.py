@@ -57,7 +57,10 @@ def line(e: dict[str, Any]) -> str | None:
         )
     if kind == "eval":
         best = "best so far" if e["improved"] else f"best {number(e['best'])} at step {e['best_step']}"
-        return f"held-out {e['loss_name']} {number(e['loss'])} after step {e['step']}/{e['of']} ({best})"
+        closed = f"; {e['pruned']:.1%} closed, pressure {e['l1']:.4g}" if "pruned" in e else ""
+        if e["best_step"] is None:
+            best = "none so far" if e["step"] else "all open"
+        return f"held-out {e['loss_name']} {number(e['loss'])} after step {e['step']}/{e['of']} ({best}){closed}"
     if kind == "write":
         return f"writing {e['out']}"
     return None

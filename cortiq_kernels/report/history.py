@@ -28,9 +28,12 @@ class History:
     notes: list[str] = field(default_factory=list)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     held: dict[int, float] = field(default_factory=dict)
+    pruned: dict[int, float] = field(default_factory=dict)
+    pressure: dict[int, float] = field(default_factory=dict)
     skips: list[dict[str, Any]] = field(default_factory=list)
     layers: list[dict[str, Any]] = field(default_factory=list)
     scores: list[dict[str, Any]] = field(default_factory=list)
+    chosen: tuple[int, float] | None = None
     loss_name: str = "loss"
     of: int = 0
     began: float | None = None
@@ -72,6 +75,9 @@ class History:
             self.of = e["of"]
         elif kind == "eval":
             self.held[e["step"]] = _value(e["loss"])
+            if "pruned" in e:  # masks: the best so far comes with each, for the lowest loss is that of few closed gates
+                self.pruned[e["step"]], self.pressure[e["step"]] = e["pruned"], e["l1"]
+                self.chosen = None if e["best_step"] is None else (e["best_step"], _value(e["best"]))
             self.of = e["of"]
         elif kind == "skip":
             self._skip(e)
@@ -110,7 +116,11 @@ class History:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """(step, loss) of the lowest held-out loss, the earliest of equals; None without a finite one."""
+        """(step, loss) of the lowest held-out loss, the earliest of equals; None without a finite one. Of masks: what
+        the run itself chose.
+        """
+        if self.pruned:
+            return self.chosen
         finite = [(loss, d) for d, loss in self.held.items() if math.isfinite(loss)]
         return (min(finite)[1], min(finite)[0]) if finite else None
 

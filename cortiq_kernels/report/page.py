@@ -16,7 +16,7 @@ from typing import Any
 from cortiq_kernels.report.chart import Mark, bar_chart, line_chart
 from cortiq_kernels.report.console import clean, number, seconds
 from cortiq_kernels.report.history import History
-from cortiq_kernels.report.results import count, size
+from cortiq_kernels.report.results import count, size, widths_text
 from cortiq_kernels.report.runlog import LogError
 from cortiq_kernels.report.style import STYLE
 
@@ -47,7 +47,9 @@ def _page(h: History) -> str:
         f"<p class='where'>{escape(str(out))}</p>" if out else "",
         "</header>",
         _facts(_headline(h)),
-        *{"heal": _heal, "fold": _fold, "score": _score, "capture": _capture}.get(h.recipe, lambda h: [])(h),
+        *{"heal": _heal, "fold": _fold, "score": _score, "capture": _capture, "masks": _masks}.get(
+            h.recipe, lambda h: []
+        )(h),
         _notes(h.notes),
         _section("Inputs", _table(("", ""), _inputs(h.plan))) if h.plan else "",
         _section("Memory, as planned", _table(("part", "size"), [(_words(k), size(v)) for k, v in _memory(h.plan)])),
@@ -77,11 +79,22 @@ def _headline(h: History) -> list[Row]:
             ("tokens/s", f"{r['tokens_per_second']:,.0f}" if r else ""),
             ("in all", seconds(r["seconds"]) if r else ""),
         ]
+    if h.recipe == "masks":
+        name, best = h.loss_name, h.best
+        closed = f"{h.pruned[best[0]]:.1%}" if best else "not measured"
+        return [
+            (f"held-out {name}, all open", number(h.evaluations[0][1]) if h.evaluations else "not measured"),
+            (f"held-out {name}, masked", f"{number(best[1])} after step {best[0]}" if best else "not measured"),
+            ("closed", closed + (f" (target {h.plan['target']:.1%})" if "target" in h.plan else "")),
+            ("steps", f"{h.last_step:,}" + (f", {len(h.skips)} skipped" if h.skips else "")),
+            ("seconds a step", number(r["seconds_per_step"], 3) if r else _mean(h.seconds)),
+            ("in all", seconds(r["seconds"]) if r else ""),
+        ]
     if h.recipe == "fold" and r:
         mean = sum(r["kept_energy"]) / len(r["kept_energy"])
         left = r.get("output_residual")
         return [
-            ("width", f"{max(r['width_before'])} to {r['width']}"),
+            ("width", f"{max(r['width_before'])} to {widths_text(r)}"),
             ("parameters", f"{count(r['parameters_before'])} to {count(r['parameters_after'])}"),
             ("kept energy", f"{mean:.1%} on average"),
             ("output error left", f"{sum(left) / len(left):.1%} on average" if left else "not repaired"),
@@ -130,6 +143,26 @@ def _heal(h: History) -> list[str]:
     out = [*charts, _details(f"Held-out {name} as a table", ("after step", f"held-out {name}"), held)]
     skips = [(s["step"], number(s["loss"]), number(s["norm"], 3), s.get("scale", "")) for s in h.skips]
     return [*out, _details(f"Skipped steps ({len(skips)})", ("at step", "loss", "|g|", "loss scale"), skips)]
+
+
+def _masks(h: History) -> list[str]:
+    name, best, last = h.loss_name, h.best, h.last_step
+    closed = [(d, y) for d, y in h.pruned.items()]
+    charts = [
+        line_chart("closed", "Closed gates", f"Share of all gates, {_span([y for _, y in closed])}.", closed, last=last,
+                   unit="share", log=False, dots=True),
+        line_chart(
+            "held", f"Held-out {name}, hard gates", f"{name} on the val records: {_evaluated(h)}.", h.evaluations,
+            last=last, unit=f"{name} (nat a token)", dots=True,
+            mark=Mark(*best, f"chosen: {number(best[1])} at step {best[0]}") if best else None,
+        ),
+        line_chart("loss", f"Training {name}, soft gates", f"{name} of the batch of each step.", h.losses, last=last,
+                   unit=f"{name} (nat a token)"),
+    ]  # fmt: skip
+    rows = [(f"{d:,}", f"{h.pressure[d]:.4g}", f"{y:.2%}", number(h.held[d])) for d, y in closed]
+    charts.append(_details("Evaluations as a table", ("after step", "pressure l1", "closed", f"held-out {name}"), rows))
+    kept = [(str(i), f"{k:,}") for i, k in enumerate(h.result.get("kept", []))]
+    return [*charts, _details("Open gates by layer", ("layer", "open"), kept)]
 
 
 def _fold(h: History) -> list[str]:

@@ -44,8 +44,12 @@ def plan_text(plan: dict[str, Any]) -> str:
     if "steps" in plan:
         lines.append(
             f"  {'steps':16}{plan['steps']} of {plan['tokens_per_step']} tokens ({plan['steps_per_epoch']} a pass), "
-            f"{plan['loss']} loss, {count(plan['trained_parameters'])} weights train"
+            f"{plan['loss']} loss, "
+            + (f"{count(plan['gates'])} gates" if "gates" in plan else f"{count(plan['trained_parameters'])} weights")
+            + " train"
         )
+        if "target" in plan:
+            lines.append(f"  {'target':16}{plan['target']:.1%} of the gates closed; evaluations {plan['evaluations']}")
         lines += [f"  {k:16}{plan[k]}" for k in ("prefix", "targets", "checkpoint") if k in plan]
     if "width" in plan:
         lines.append(f"  {'width':16}{plan['width']}: {count(plan['parameters_after'])} parameters remain")
@@ -90,7 +94,9 @@ def model_text(m: dict[str, Any]) -> str:
 def result_text(name: str, cfg: Any, report: dict[str, Any], files: Sequence[str]) -> str:
     """The end of a run; `files`: its log and page, where there are any."""
     lines = [f"note: {note}" for note in report["notes"]] if name in ("capture", "fold") else []
-    made = {"capture": capture_lines, "heal": heal_lines, "score": score_lines, "fold": fold_lines}
+    made = {
+        "capture": capture_lines, "heal": heal_lines, "score": score_lines, "fold": fold_lines, "masks": masks_lines,
+    }  # fmt: skip
     lines += made[name](cfg, report)
     if files:
         lines.insert(-1, f"run log: {', page: '.join(files)}")
@@ -126,14 +132,35 @@ def capture_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
     return [head, pace, f"wrote {r['out']}; next: {command('fold', *args)}"]
 
 
+def masks_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
+    """What the gates came to."""
+    loss = r["loss_name"]
+    head = f"masks: {r['pruned']:.1%} of {count(r['gates'])} neurons closed (target {r['target']:.1%}"
+    head += ")" if r["reached"] else ", not reached)"
+    head += f"; held-out {loss} {number(r['loss_open'])} with all open, {number(r['loss_best'])} masked"
+    head += f", which is {'worse' if r['loss_best'] > r['loss_open'] else 'no worse'}"
+    head += f" (best at step {r['best_step']} of {r['steps']})"
+    speed = f"{r['seconds_per_step']:.2f} s/step, {r['tokens_per_second']:,.0f} tokens/s, "
+    speed += f"teacher {seconds(r['teacher_seconds'])}, " if r["teacher_seconds"] else ""
+    speed += f"{seconds(r['seconds'])} in all" + (f", {r['skipped']} steps skipped" if r["skipped"] else "")
+    folded = r["out"].removesuffix(".safetensors") + "-fold"
+    args = ("--model", str(cfg.model), "--data", str(cfg.data), "--masks", r["out"], "--out", folded)
+    return [head, speed, f"wrote {r['out']}; next: {command('fold', *args)}"]
+
+
+def widths_text(r: dict[str, Any]) -> str:
+    """The widths of a fold's result."""
+    low, high = min(r.get("widths", [r["width"]])), r["width"]
+    return str(high) if low == high else f"{low} to {high} (per layer)"
+
+
 def fold_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
     """What folding changed."""
     before, low = sorted(set(r["width_before"])), min(r["kept_energy"])
     mean = sum(r["kept_energy"]) / len(r["kept_energy"])
     was = str(before[0]) if len(before) == 1 else f"{before[0]} to {before[-1]}"
     sizes = f"{count(r['parameters_before'])} -> {count(r['parameters_after'])} parameters"
-    now = f"{r['width']}" if len(set(r["widths"])) == 1 else f"{min(r['widths'])} to {r['width']}"
-    head = f"folded: MLP width {was} -> {now}, {sizes}; kept energy {mean:.1%} on average, "
+    head = f"folded: MLP width {was} -> {widths_text(r)}, {sizes}; kept energy {mean:.1%} on average, "
     head += f"{low:.1%} in layer {r['kept_energy'].index(low)} (the least)"
     lines = [head]
     if r["repaired"]:

@@ -7,7 +7,8 @@ Every line has "event" and "time" (seconds since 1970); the rest depends on the 
     note    text: something worth knowing about the data or a decision
     step    step, of, loss, loss_name, norm, rate, seconds, tokens_per_s, left_s, skipped
     skip    step, loss, norm, skipped, in_row, scale       a step that changed nothing
-    eval    step, of, loss, loss_name, best, best_step, improved
+    eval    step, of, loss, loss_name, best, best_step, improved; masks: also l1, pruned (at first, all gates open,
+            best and best_step are null)
     layer   layer, kept_energy, residual, output_residual  fold (the residuals with Grams)
             layer, energy, dead                           capture
     score   model, split, category, nll, perplexity, count, records, agreement, kl

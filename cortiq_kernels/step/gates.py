@@ -10,7 +10,7 @@ Logits, gates and gradient lie in one flat buffer each, in the accumulation dtyp
 gradient of l1 / n_all alone is about 1e-8 on a model of 0.8B parameters, and 1e-9 on one of 27B. That is also the size
 of Adam's epsilon, which then slows such gates down.
 
-`backward="full"` differentiates the whole model. "ffn" lets the gradient pass along the residual stream and through the
+`gradient="full"` differentiates the whole model. "ffn" lets the gradient pass along the residual stream and through the
 MLPs only, with each mixer's output taken for a constant: cheaper, and no mixer keeps anything. No weight has a
 gradient, nor memory for one, and layer 0's mixer, below which there is no gate, has no backward either.
 """
@@ -32,9 +32,9 @@ from cortiq_kernels.step.forward import rope_for
 from cortiq_kernels.step.train import Micro, StepStats, mean_loss_and_gradients, read_stats
 
 
-def mixers_from(g: Geometry, backward: str) -> int:
+def mixers_from(g: Geometry, gradient: str) -> int:
     """First layer whose mixer carries a gradient of the gates: 1, or none with "ffn"."""
-    return g.n_virtual if backward == "ffn" else 1
+    return g.n_virtual if gradient == "ffn" else 1
 
 
 def by_layer(flat: Tensor, g: Geometry) -> dict[int, Tensor]:
@@ -59,7 +59,7 @@ class GateTrainer:
     max_seqlen: int
     init: float = 2.0
     rate: float = 0.1
-    backward: Literal["full", "ffn"] = "full"
+    gradient: Literal["full", "ffn"] = "full"
     eps: float = 1e-8
     loss_scale: float = 1.0
 
@@ -71,7 +71,7 @@ class GateTrainer:
                 "load them with train=None"
             )
         self.buffers = Buffers(
-            g, self.n, w.dtype, w.device, save_from=0, mixers_from=mixers_from(g, self.backward)
+            g, self.n, w.dtype, w.device, save_from=0, mixers_from=mixers_from(g, self.gradient)
         )  # fmt: skip
         n_all = sum(gate_widths(g))
         self.logits = torch.full((n_all,), self.init, dtype=w.acc_dtype, device=w.device)

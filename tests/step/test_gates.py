@@ -67,7 +67,7 @@ def ffn_loss(p, g, b, t, masks, constants=None):
 @pytest.mark.parametrize("case", CASES)
 def test_gradient_against_autograd(case, backward):
     g, w, b, t = frozen(case)
-    tr = trainer(w, b, backward=backward)
+    tr = trainer(w, b, gradient=backward)
     loss = tr.gradients([Micro(b, t)], l1=3.0)
     p = {n: w[n] for n in w.names}
     leaf = tr.logits.clone().requires_grad_()
@@ -82,7 +82,7 @@ def test_the_two_backwards_differ():
     g, w, b, t = frozen("gdn_and_attention")
     grads = []
     for backward in ("full", "ffn"):
-        tr = trainer(w, b, backward=backward)
+        tr = trainer(w, b, gradient=backward)
         tr.gradients([Micro(b, t)], l1=0.0)
         grads.append(by_layer(tr.grad, g))
     assert torch.equal(grads[0][2], grads[1][2])  # there is no mixer above the last MLP
@@ -92,7 +92,7 @@ def test_the_two_backwards_differ():
 @pytest.mark.parametrize("backward", ["full", "ffn"])
 def test_gradient_against_finite_differences(backward):
     g, w, b, t = frozen("gdn_and_attention")
-    tr = trainer(w, b, backward=backward)
+    tr = trainer(w, b, gradient=backward)
     tr.gradients([Micro(b, t)], l1=0.0)
     grad, at = tr.grad.clone(), tr.logits.clone()
     p = {n: w[n] for n in w.names}
@@ -152,7 +152,7 @@ def test_weights_have_no_gradient_nor_memory_for_one():
     g, w, b, t = frozen("gdn_and_attention", dtype=torch.float32)
     before = {n: w[n].clone() for n in w.names}
     n = b.tokens.numel()
-    full, ffn = (trainer(w, b, backward=kind) for kind in ("full", "ffn"))
+    full, ffn = (trainer(w, b, gradient=kind) for kind in ("full", "ffn"))
     for tr in (full, ffn):
         tr.step([Micro(b, t)], 1.0)
         assert w.trained is None and all(w.grad(name) is None for name in w.names)
