@@ -212,3 +212,17 @@ def test_weights_that_train_are_refused():
     _, w, b, _ = frozen("gdn_and_attention", train="mlp")
     with pytest.raises(ValueError, match="train=None"):
         GateTrainer(w, b.tokens.numel(), b.max_seqlen)
+
+
+def test_every_visit_of_a_looped_stack_has_its_own_gates():
+    g = geometry("LF", num_loops=2)
+    w = Weights.random(g, seed=1, dtype=torch.float64, std=0.1, vector_noise=0.1)
+    b = batch([[9, 5], [16]], 16, g.vocab)
+    t = Targets(*targets(b, g.vocab, 5))
+    tr = trainer(w, b)
+    assert tr.logits.numel() == 2 * sum(g.intermediate)
+    tr.gradients([Micro(b, t)], l1=3.0)
+    leaf = tr.logits.clone().requires_grad_()
+    loss = kd_loss({n: w[n] for n in w.names}, g, b, t.ids, t.probs, by_layer(torch.sigmoid(leaf), g))
+    (loss + 3.0 * torch.sigmoid(leaf).mean()).backward()
+    assert (tr.grad - leaf.grad).abs().max() <= 1e-8 * leaf.grad.abs().max()
