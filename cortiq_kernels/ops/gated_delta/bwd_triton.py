@@ -27,8 +27,8 @@ beta does inside T cancels against half of what it does to R.
 
 Where value heads share a key head, dq and dk are kept in float32 and summed by whoever reads them, in that order.
 
-Every transposed product is a product of its own: transposing a result of the matrix units into
-another product is miscompiled by Triton before 3.7.1.
+Every transposed product is a product of its own: transposing a result of the matrix units into another product is
+miscompiled by Triton before 3.7.1.
 """
 
 from __future__ import annotations
