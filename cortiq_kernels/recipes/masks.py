@@ -11,8 +11,8 @@ lowest held-out loss (the earliest of equals) of those at the target; training e
 target was first reached, or at max_steps, whose last step is evaluated too. When it is never reached, the mask with the
 most closed gates (of equals the one with the lowest loss) is written, with a warning.
 
-Why the pressure grows by a factor: linear growth stalls. On Qwen3.5-0.8B it stood at 15 % pruned from step 700 on; with
-a factor of 1.5 it reached 25 % in 325 steps.
+Why the pressure grows by a factor: linear growth stalls. On Qwen3.5-0.8B it is reported to stand at 15 % pruned from
+step 700 on, and with a factor of 1.5 to reach 25 % in 325 steps; here that was not run.
 """
 
 from __future__ import annotations
