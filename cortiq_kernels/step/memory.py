@@ -9,8 +9,8 @@
 
 `buffers` and `saved` are exact for the ops in plain torch (tests hold them against the tensors). `workspace` and `head`
 follow the ops' code: elements a token, found by counting and held against the peaks of whole runs, to 20 % on a CPU and
-10 % on a GPU (the Gated DeltaNet kernels by counting alone). An op that changes what it keeps, or gets a kernel that needs less, changes its lines here:
-`mixer_saved` and `layer_workspace`.
+10 % on a GPU (the Gated DeltaNet kernels by counting alone). An op that changes what it keeps, or gets a kernel that
+needs less, changes its lines here: `mixer_saved` and `layer_workspace`.
 """
 
 from __future__ import annotations
