@@ -68,7 +68,7 @@ $(PY):
 
 # torch comes first and on its own: the wheel without CUDA where no NVIDIA GPU answers (gigabytes less), PyPI's where one does.
 # An unreachable CPU index is a warning to pip; a download cut short there is tried once more with pip's usual patience.
-$(RUN_READY): pyproject.toml setup.py | $(PY)
+$(RUN_READY): pyproject.toml setup.py $(wildcard csrc/*) | $(PY)
 	@if $(PY) -c 'import torch, sys; v = torch.__version__.split(".")[:2]; sys.exit((int(v[0]), int(v[1])) < (2, 10))' 2>/dev/null; then \
 	  echo "keeping torch $$($(PY) -c 'import torch; print(torch.__version__)')"; \
 	elif command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then \
@@ -80,6 +80,7 @@ $(RUN_READY): pyproject.toml setup.py | $(PY)
 	@echo "installing cortiq_kernels"
 	@$(PIP) "setuptools>=77" "pybind11>=2.13" ninja
 	@$(PIP) --no-build-isolation -e .
+	@$(PY) -c 'from cortiq_kernels import native; print("native module:", native.describe())'
 	@touch $@
 
 $(DEV_READY): $(RUN_READY)
@@ -88,5 +89,5 @@ $(DEV_READY): $(RUN_READY)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info cortiq_kernels/_C* .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

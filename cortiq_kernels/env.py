@@ -6,7 +6,6 @@ that CPU and CUDA tensors get, why, and what would change it.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -24,20 +23,16 @@ WITH_KERNELS = (*GATED_DELTA, "head_topk_kl", "topk_softmax")  # on CUDA tensors
 
 def collect() -> dict[str, Any]:
     """Everything that is printed, as JSON-able values."""
-    from cortiq_kernels import backend
+    from cortiq_kernels import backend, native
     from cortiq_kernels.ops import triton_gate
 
-    native = importlib.util.find_spec("cortiq_kernels._C") is not None
     why_not = backend.no_gpu_reason()
     return {
         "versions": backend.versions(),
         "gpus": [g._asdict() for g in backend.gpus()],
         "gpu_reason": why_not or "usable",
         "driver": backend.driver_version(),
-        "native": {
-            "present": native,
-            "reason": "built" if native else "this version has no native sources to build",
-        },
+        "native": {"present": native.missing() is None, "reason": native.describe()},
         "default": _default(backend),
         "ops": [_op(op, why_not, triton_gate.missing()) for op in OPS],
     }

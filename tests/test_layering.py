@@ -1,6 +1,6 @@
 """Imports go one way, and a few habits that a reader of the tree relies on.
 
-ops/  model/  data/   know nothing of each other, nor of what is above
+ops/  model/  data/   know nothing of each other, nor of what is above; ops/ may call native.py, the compiled module
 step/                 ops, model, data
 report/               nothing else of the package but its foundation
 recipes/              all of these
@@ -29,10 +29,11 @@ MAY_IMPORT = {
     "arguments": set(),
     "__main__": {"cli"},
     "backend": set(),
-    "env": {"backend", "ops"},
+    "native": set(),
+    "env": {"backend", "native", "ops"},
     "aot_variants": {"ops"},
     "aot": {"aot_variants", "ops"},
-    "ops": set(),
+    "ops": {"native"},
     "model": set(),
     "data": set(),
     "step": {"ops", "model", "data", "backend"},

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -84,9 +87,9 @@ def test_everything_public_has_a_docstring(path: Path):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names in a wheel built from a copy of the sources (a build writes beside what it builds)."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, because a build writes beside what it builds."""
+    source = tmp_path_factory.mktemp("source")
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
@@ -96,18 +99,98 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
             target = source / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((ROOT / name).read_bytes())
-    code = "import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"
+    return source
+
+
+def build(source: Path, kind: str, out: Path) -> Path:
+    """The wheel or sdist of `source`, as pip asks for it."""
+    code = f"import sys; from setuptools.build_meta import build_{kind} as build; print(build(sys.argv[1]))"
     command = [sys.executable, "-c", code, str(out)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    (built,) = out.glob("*.whl")
-    return set(zipfile.ZipFile(built).namelist())
+    (built,) = out.iterdir()
+    return built
 
 
-def test_the_wheel_holds_the_package_and_only_that(wheel: set[str]):
-    expected = {str(p.relative_to(ROOT)) for p in PACKAGE.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
-    assert expected <= wheel, sorted(expected - wheel)
-    assert "cortiq_kernels/py.typed" in wheel
-    roots = {name.split("/")[0] for name in wheel}
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    return zipfile.ZipFile(build(source, "wheel", tmp_path_factory.mktemp("wheel")))
+
+
+def test_the_wheel_holds_the_package_and_only_that(wheel: zipfile.ZipFile):
+    files = (p for p in PACKAGE.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    expected = {str(p.relative_to(ROOT)) for p in files if not p.name.startswith("_C")}  # _C: what was built here
+    names = set(wheel.namelist())
+    assert expected <= names, sorted(expected - names)
+    assert "cortiq_kernels/py.typed" in names
+    roots = {name.split("/")[0] for name in names}
     assert roots == {"cortiq_kernels", f"cortiq_kernels-{version()}.dist-info"}
-    assert any(name.endswith("licenses/LICENSE") for name in wheel)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler here; the next test has what a build says then")
+def test_the_wheel_has_the_native_module_and_it_works(wheel: zipfile.ZipFile, tmp_path: Path):
+    wheel.extractall(tmp_path)
+    code = (
+        "import torch; from cortiq_kernels import native; print(native.describe());"
+        "g = torch.zeros(1, 128, 128); assert native.gram_accumulate_cpu(g, torch.ones(3, 2));"
+        "assert g.sum() == 12 == g[0, :2, :2].sum()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "built for the CPU" in done.stdout, done.stdout + done.stderr
+
+
+def native_build(source: Path, out: Path, **settings: str) -> subprocess.CompletedProcess:
+    """`setup.py build_ext` with these environment variables, everything it writes under `out`."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("CORTIQ_FORCE")} | settings
+    command = [sys.executable, "setup.py", "-q", "build_ext", "-b", str(out / "lib"), "-t", str(out / "temp")]
+    return subprocess.run(command, cwd=source, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "broken"])
+def test_without_a_working_compiler_the_package_says_so(source: Path, tmp_path: Path, compiler: str):
+    said = "no C++ compiler was found (looked for no-such-compiler)"
+    if compiler == "broken":
+        compiler, said = str(tmp_path / "cc"), "error: it is broken"
+        Path(compiler).write_text("#!/bin/sh\necho 'error: it is broken'; exit 1\n")
+        Path(compiler).chmod(0o755)
+    done = native_build(source, tmp_path, CXX=compiler)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("cortiq_kernels: native module not built: ") and done.stdout.count("\n") == 1
+    assert said in done.stdout
+    (note,) = (tmp_path / "lib" / "cortiq_kernels").iterdir()
+    assert note.name == "_C_missing.txt" and said in note.read_text()
+    done = native_build(source, tmp_path / "forced", CXX=compiler, CORTIQ_FORCE_CPU="1")
+    assert done.returncode == 1 and "got CORTIQ_FORCE_CPU, but" in done.stderr and said in done.stderr
+
+
+@pytest.mark.parametrize("cpu", ["0", "1"])
+def test_cuda_kernels_that_are_asked_for_are_an_error(source: Path, tmp_path: Path, cpu: str):
+    done = native_build(source, tmp_path, CORTIQ_FORCE_CUDA="1", CORTIQ_FORCE_CPU=cpu)
+    assert done.returncode == 1 and not (tmp_path / "lib").exists()
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: native module: got CORTIQ_FORCE_CUDA") and "no CUDA sources" in line
+    assert ("contradicts" in line) == (cpu == "1")
+
+
+def test_the_source_distribution_is_the_repository(source: Path, tmp_path: Path):
+    with tarfile.open(build(source, "sdist", tmp_path)) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    built = {"build", "cortiq_kernels.egg-info"}
+    files = {str(p.relative_to(source)) for p in source.rglob("*") if p.is_file()}
+    wanted = {f for f in files if f.split("/")[0] not in built and "__pycache__" not in f} - {".gitignore"}
+    assert wanted <= names, sorted(wanted - names)
+    assert {f"csrc/{p.name}" for p in (ROOT / "csrc").iterdir()} <= names
+
+
+def test_the_build_lists_every_native_source():
+    """One that setup.py does not name is not compiled, or its change compiles nothing."""
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    lists = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
+    named = ast.literal_eval(lists["SOURCES"]) + ast.literal_eval(lists["HEADERS"])
+    assert sorted(named) == sorted(f"csrc/{p.name}" for p in (ROOT / "csrc").iterdir())
+    python = [p.name for p in (ROOT / "csrc").iterdir() if re.search(r"pybind11|Python\.h|torch/", p.read_text())]
+    assert python == ["bindings.cpp"], "the only file that knows Python; none knows torch"

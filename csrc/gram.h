@@ -1,0 +1,53 @@
+// The C interface of the Gram accumulator, G += X^T diag(w) X, which every back end implements. No Python, no torch.
+//
+//   x      [tokens, n]   f32, bf16 or f16; rows are row_stride elements apart, the elements of a row adjacent
+//   gram   [tiles, 128, 128] f32: the upper triangle in tiles, tile (i, j) with i <= j at i*nt - i*(i-1)/2 + (j-i),
+//          nt = ceil(n / 128); each tile row-major and whole (a diagonal tile holds both halves, equal bit for bit).
+//          What lies beyond n in an edge tile is zero and stays so.
+//   rows   row_index [rows] says which rows of x enter, in this order, repeats and all; null: all of them.
+//   weight row_weight [rows], or [tokens] without row_index: one for each row that enters. A row of weight 0 is not
+//          read at all, so what it holds, NaN too, never enters; null: all weights are 1.
+//
+// The sum is the same bits in every call with the same arguments, whatever the number of threads, and the same for
+// rows that are picked by weights of 0 and 1, by an index, or that lie alone in x.
+#pragma once
+
+#include <cstdint>
+
+namespace cortiq {
+
+constexpr int64_t kTile = 128;
+
+enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2 };
+
+enum class GramStatus : int {
+    ok = 0,
+    nonfinite = 1,  // gram holds NaN or infinity: x or a weight does, a sum is beyond float32, or gram did before
+    kept = 2,       // x or a weight that enters is NaN or infinite, and keep was set: gram is as it was
+    bad_index = 3,  // row_index points outside x: gram is as it was
+    bad_isa = 4,    // this processor does not have the instruction set that was asked for: gram is as it was
+};
+
+struct GramArgs {
+    float* gram;
+    const void* x;
+    Dtype dtype;
+    int64_t tokens;
+    int64_t n;
+    int64_t row_stride;
+    const int64_t* row_index;  // [rows] or null
+    int64_t rows;
+    const float* row_weight;  // [rows or tokens] or null
+    bool keep;                // look at all that enters first, and add nothing when it is not finite
+    int threads;              // CPU: how many may work at a time, this one included
+    const char* isa;          // CPU: "avx512", "avx2" or "plain"; null takes the best there is
+    void* stream;             // CUDA: the stream to launch on; a CPU ignores it
+};
+
+// Throws std::bad_alloc before gram is touched; nothing else.
+GramStatus gram_cpu(const GramArgs& args);
+
+// The instruction sets that this processor can run, best first, terminated by null.
+const char* const* gram_cpu_isas();
+
+}  // namespace cortiq

@@ -1,0 +1,317 @@
+// The Gram accumulator on a CPU (gram.h says what it computes).
+//
+// Rows that enter are copied, as f32, into panels of 16 columns that one product reads from end to end; every tile of
+// the upper triangle then goes through them in blocks of kBlock rows: f32 in registers within a block, f64 from block
+// to block, one rounding into G at the end. Each tile is one thread's, and its order is fixed, so the bits do not
+// depend on how many threads there are. AVX2 and AVX-512 do the same multiply-adds in the same order and agree too.
+//
+// std::thread and no OpenMP: torch's wheels bring an OpenMP runtime of their own, and a second one in the process has a
+// second pool that spins. Starting a thread takes some 20 microseconds, a window of rows takes milliseconds and more.
+#include "gram.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace cortiq {
+namespace {
+
+constexpr int64_t kPanel = 16;               // columns of a packed panel
+constexpr int64_t kBlock = 128;              // rows of a block: a's and b's panels of a product stay in the L1 cache
+constexpr int64_t kWorkspace = 128LL << 20;  // most bytes of packed rows at a time
+constexpr int64_t kPanels = kTile / kPanel;
+
+using Micro = void (*)(int64_t, const float*, const float*, int64_t, const float*, double*, bool);
+
+struct Kernel {
+    const char* name;
+    int64_t rows, cols;  // of one product
+    Micro plain, weighted;
+};
+
+#define CORTIQ_NAME micro_plain
+#define CORTIQ_TARGET
+#define CORTIQ_WIDTH 4
+#define CORTIQ_MR 4
+#define CORTIQ_NV 2
+#include "gram_micro.inc"
+
+#if defined(__x86_64__)
+#define CORTIQ_NAME micro_avx2
+#define CORTIQ_TARGET __attribute__((target("avx2,fma")))
+#define CORTIQ_WIDTH 8
+#define CORTIQ_MR 4
+#define CORTIQ_NV 2
+#include "gram_micro.inc"
+
+#define CORTIQ_NAME micro_avx512
+#define CORTIQ_TARGET __attribute__((target("avx512f,avx2,fma")))
+#define CORTIQ_WIDTH 16
+#define CORTIQ_MR 8
+#define CORTIQ_NV 2
+#include "gram_micro.inc"
+#endif
+
+constexpr Kernel kKernels[] = {
+#if defined(__x86_64__)
+    {"avx512", 8, 32, micro_avx512<false>, micro_avx512<true>},
+    {"avx2", 4, 16, micro_avx2<false>, micro_avx2<true>},
+#endif
+    {"plain", 4, 8, micro_plain<false>, micro_plain<true>},
+};
+
+bool runs_here(const Kernel& kernel) {
+#if defined(__x86_64__)  // __builtin_cpu_supports also asks whether the system saves the registers
+    if (!std::strcmp(kernel.name, "avx512")) return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("fma");
+    if (!std::strcmp(kernel.name, "avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+    (void)kernel;
+    return true;
+}
+
+const Kernel* pick(const char* isa) {
+    for (const Kernel& kernel : kKernels)
+        if ((!isa || !std::strcmp(isa, kernel.name)) && runs_here(kernel)) return &kernel;
+    return nullptr;
+}
+
+// Call work(k) for every k < count, each once, from up to `threads` threads. Where the system gives no more of them,
+// those that there are do it all.
+template <class Work>
+void each(int64_t count, int threads, const Work& work) {
+    std::atomic<int64_t> next{0};
+    auto run = [&] {
+        for (int64_t k; (k = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(k);
+    };
+    std::vector<std::thread> others;
+    const int64_t wanted = std::min<int64_t>(threads, count) - 1;
+    others.reserve(wanted > 0 ? wanted : 0);
+    try {
+        for (int64_t k = 0; k < wanted; ++k) others.emplace_back(run);
+    } catch (const std::system_error&) {
+    }
+    run();
+    for (std::thread& other : others) other.join();
+}
+
+inline float from_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline float widen(float x) { return x; }
+
+struct BFloat16 {
+    uint16_t bits;
+};
+inline float widen(BFloat16 x) { return from_bits(uint32_t(x.bits) << 16); }
+
+struct Float16 {
+    uint16_t bits;
+};
+inline float widen(Float16 x) {
+    const uint32_t rest = x.bits & 0x7fffu, sign = (x.bits & 0x8000u) << 16;
+    const float tiny = float(int32_t(rest)) * 0x1p-24f;  // below 0x400 the bits count units of 2^-24
+    const uint32_t rebased = (rest << 13) + ((rest >= 0x7c00u ? 224u : 112u) << 23);
+    uint32_t bits;
+    std::memcpy(&bits, &tiny, sizeof bits);
+    return from_bits((rest < 0x400u ? bits : rebased) | sign);
+}
+
+struct Rows {
+    std::vector<int64_t> index;  // the rows of x that enter, in order
+    std::vector<float> weight;   // theirs; empty when all are 1
+};
+
+// False when row_index points outside x.
+bool enter(const GramArgs& args, Rows& rows) {
+    const int64_t count = args.row_index ? args.rows : args.tokens;
+    bool ones = true;
+    rows.index.reserve(count);
+    if (args.row_weight) rows.weight.reserve(count);
+    for (int64_t k = 0; k < count; ++k) {
+        const int64_t row = args.row_index ? args.row_index[k] : k;
+        if (row < 0 || row >= args.tokens) return false;
+        if (args.row_weight) {
+            const float weight = args.row_weight[k];
+            if (weight == 0) continue;
+            ones = ones && weight == 1;
+            rows.weight.push_back(weight);
+        }
+        rows.index.push_back(row);
+    }
+    if (ones) rows.weight.clear();
+    return true;
+}
+
+template <class T>
+const T* row_of(const GramArgs& args, int64_t row) {
+    return static_cast<const T*>(args.x) + row * args.row_stride;
+}
+
+// 1 where x is NaN or infinite, else 0. Integers, because the compiler may not reorder a float's sum into vectors.
+inline uint32_t broken(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return (bits & 0x7f800000u) == 0x7f800000u;
+}
+
+template <class T>
+bool finite(const T* x, int64_t n) {
+    uint32_t bad = 0;
+    for (int64_t k = 0; k < n; ++k) bad |= broken(widen(x[k]));
+    return !bad;
+}
+
+// The kc rows of x that index names into out, [panel][t][kPanel], zeros beyond n.
+template <class T>
+void pack(const GramArgs& args, const int64_t* index, int64_t kc, int64_t panels, float* out) {
+    for (int64_t t = 0; t < kc; ++t) {
+        const T* x = row_of<T>(args, index[t]);
+        for (int64_t p = 0; p < panels; ++p) {
+            float* to = out + (p * kBlock + t) * kPanel;
+            const int64_t left = std::min(kPanel, args.n - p * kPanel);
+            if (left == kPanel)
+                for (int64_t k = 0; k < kPanel; ++k) to[k] = widen(x[p * kPanel + k]);
+            else
+                for (int64_t k = 0; k < kPanel; ++k) to[k] = k < left ? widen(x[p * kPanel + k]) : 0.0f;
+        }
+    }
+}
+
+// One chunk of packed rows, [block][panel][t][kPanel], and what a tile needs of it.
+struct Chunk {
+    const float* packed;
+    const float* weight;  // [rows] or null
+    int64_t rows, panels, n;
+};
+
+// Tile (i, j) of the chunk into sums [kTile, kTile]; of a diagonal tile, the products that reach the upper half.
+void tile_sums(const Chunk& chunk, const Kernel& kernel, int64_t i, int64_t j, double* sums) {
+    const int64_t height = std::min(kTile, chunk.n - i * kTile), width = std::min(kTile, chunk.n - j * kTile);
+    const Micro micro = chunk.weight ? kernel.weighted : kernel.plain;
+    for (int64_t row = 0; row < chunk.rows; row += kBlock) {
+        const float* block = chunk.packed + row * chunk.panels * kPanel;
+        const float* weight = chunk.weight ? chunk.weight + row : nullptr;
+        const int64_t kc = std::min(kBlock, chunk.rows - row);
+        for (int64_t c = 0; c < width; c += kernel.cols) {
+            const float* b = block + (j * kPanels + c / kPanel) * kBlock * kPanel + c % kPanel;
+            for (int64_t r = 0; r < height && (i < j || r < c + kernel.cols); r += kernel.rows) {
+                const float* a = block + (i * kPanels + r / kPanel) * kBlock * kPanel + r % kPanel;
+                micro(kc, a, b, kBlock * kPanel, weight, sums + r * kTile + c, row == 0);
+            }
+        }
+    }
+}
+
+// gram tile += sums, the lower half of a diagonal tile from the upper; false when a result is not finite.
+bool add_tile(const Chunk& chunk, int64_t i, int64_t j, const double* sums, float* tile) {
+    const int64_t height = std::min(kTile, chunk.n - i * kTile), width = std::min(kTile, chunk.n - j * kTile);
+    uint32_t bad = 0;
+    for (int64_t r = 0; r < height; ++r)
+        for (int64_t c = i == j ? r : 0; c < width; ++c) {
+            const float sum = float(double(tile[r * kTile + c]) + sums[r * kTile + c]);
+            tile[r * kTile + c] = sum;
+            bad |= broken(sum);
+        }
+    if (i == j)
+        for (int64_t r = 1; r < height; ++r)
+            for (int64_t c = 0; c < r; ++c) tile[r * kTile + c] = tile[c * kTile + r];
+    return !bad;
+}
+
+struct Free {
+    void operator()(void* p) const { std::free(p); }
+};
+
+template <class T>
+std::unique_ptr<T, Free> allocate(int64_t count) {
+    const size_t bytes = (size_t(count) * sizeof(T) + 63) / 64 * 64;
+    T* p = static_cast<T*>(std::aligned_alloc(64, bytes));
+    if (!p) throw std::bad_alloc();
+    return std::unique_ptr<T, Free>(p);
+}
+
+template <class T>
+GramStatus accumulate(const GramArgs& args, const Kernel& kernel, const Rows& rows) {
+    const int64_t count = int64_t(rows.index.size());
+    const int threads = std::max(1, args.threads);
+    const int64_t tiles = (args.n + kTile - 1) / kTile, panels = tiles * kPanels, row_bytes = panels * kPanel * 4;
+    const int64_t most = std::max(kBlock, kWorkspace / row_bytes / kBlock * kBlock);
+    const int64_t chunk_rows = std::min(most, (count + kBlock - 1) / kBlock * kBlock);
+    const auto packed = allocate<float>(chunk_rows * panels * kPanel);
+    const int64_t tasks = tiles * (tiles + 1) / 2;
+    const int64_t workers = std::min<int64_t>(threads, tasks);
+    const auto sums = allocate<double>(workers * kTile * kTile);
+
+    std::atomic<bool> fine{true};
+    if (args.keep) {
+        if (!finite(rows.weight.data(), int64_t(rows.weight.size()))) return GramStatus::kept;
+        each((count + kBlock - 1) / kBlock, threads, [&](int64_t block) {
+            const int64_t end = std::min(count, (block + 1) * kBlock);
+            for (int64_t k = block * kBlock; k < end; ++k)
+                if (!finite(row_of<T>(args, rows.index[k]), args.n)) fine.store(false, std::memory_order_relaxed);
+        });
+        if (!fine) return GramStatus::kept;
+    }
+
+    for (int64_t start = 0; start < count; start += chunk_rows) {
+        const int64_t size = std::min(chunk_rows, count - start);
+        each((size + kBlock - 1) / kBlock, threads, [&](int64_t block) {
+            const int64_t row = block * kBlock;
+            float* out = packed.get() + row * panels * kPanel;
+            pack<T>(args, &rows.index[start + row], std::min(kBlock, size - row), panels, out);
+        });
+        const Chunk chunk{packed.get(), rows.weight.empty() ? nullptr : &rows.weight[start], size, panels, args.n};
+        std::atomic<int64_t> next{0};
+        each(workers, int(workers), [&](int64_t worker) {
+            double* mine = sums.get() + worker * kTile * kTile;
+            for (int64_t at; (at = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+                int64_t i = 0, j = at;  // tile (i, j) is number `at`: row i has tiles - i of them
+                while (j >= tiles - i) j -= tiles - i++;
+                j += i;
+                tile_sums(chunk, kernel, i, j, mine);
+                float* tile = args.gram + at * kTile * kTile;
+                if (!add_tile(chunk, i, j, mine, tile)) fine.store(false, std::memory_order_relaxed);
+            }
+        });
+    }
+    return fine ? GramStatus::ok : GramStatus::nonfinite;
+}
+
+}  // namespace
+
+GramStatus gram_cpu(const GramArgs& args) {
+    const Kernel* kernel = pick(args.isa);
+    if (!kernel) return GramStatus::bad_isa;
+    Rows rows;
+    if (!enter(args, rows)) return GramStatus::bad_index;
+    if (rows.index.empty() || args.n == 0) return GramStatus::ok;
+    switch (args.dtype) {
+        case Dtype::bf16: return accumulate<BFloat16>(args, *kernel, rows);
+        case Dtype::f16: return accumulate<Float16>(args, *kernel, rows);
+        case Dtype::f32: break;
+    }
+    return accumulate<float>(args, *kernel, rows);
+}
+
+const char* const* gram_cpu_isas() {
+    static const char* names[std::size(kKernels) + 1] = {};
+    static const bool filled = [] {
+        int k = 0;
+        for (const Kernel& kernel : kKernels)
+            if (runs_here(kernel)) names[k++] = kernel.name;
+        return true;
+    }();
+    (void)filled;
+    return names;
+}
+
+}  // namespace cortiq
