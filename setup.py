@@ -24,8 +24,8 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import SetupError
 
 SOURCES = ["csrc/bindings.cpp", "csrc/gram_cpu.cpp"]
-HEADERS = ["csrc/gram.h", "csrc/gram_micro.inc"]
-# Multiply-adds are fused where the target has them, which -std=c++17 alone forbids. No -march: csrc/ looks at run time.
+HEADERS = ["csrc/gram.h"]
+# Multiply-adds are fused where the target has them. No -march: csrc/ looks at the processor at run time.
 FLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -ffp-contract=fast -pthread -Wall -Wextra"
 LINK = "-bundle -undefined dynamic_lookup" if sys.platform == "darwin" else "-shared -pthread"
 MISSING = "_C_missing.txt"

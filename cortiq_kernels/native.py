@@ -50,21 +50,24 @@ def gram_accumulate_cpu(
 ) -> bool:
     """gram += X^T diag(w) X on packed tiles of the upper triangle, on the CPU; True when everything was finite.
 
-    | tensor       | shape               | dtype              |                                                     |
-    |--------------|---------------------|--------------------|-----------------------------------------------------|
-    | `gram`       | `[tiles, 128, 128]` | f32, contiguous    | `+=`; tile (i, j), i <= j, at i nt - i(i-1)/2 + (j-i), nt = ceil(n/128) |
-    | `x`          | `[T, n]`            | f32, bf16, f16     | a row stride of its own; columns apart are copied   |
-    | `row_index`  | `[R]`               | int32, int64       | which rows of x enter, repeats and all; None: all   |
-    | `row_weight` | `[R]` or `[T]`      | float, bool or int | of each row that enters, taken in f32; None: 1      |
+    | tensor       | shape               | dtype              |                                                   |
+    |--------------|---------------------|--------------------|---------------------------------------------------|
+    | `gram`       | `[tiles, 128, 128]` | f32, contiguous    | `+=`                                              |
+    | `x`          | `[T, n]`            | f32, bf16, f16     | a row stride of its own; columns apart are copied |
+    | `row_index`  | `[R]`               | int32, int64       | which rows of x enter, repeats and all; None: all |
+    | `row_weight` | `[R]` or `[T]`      | float, bool or int | of each row that enters, taken in f32; None: 1    |
 
-    A row of weight 0 is not read, so what it holds never enters. Diagonal tiles hold both halves, equal bit for bit;
-    what lies beyond n in an edge tile stays as it is (zero). Sums are f32 within 128 rows, f64 from there to the end of
-    the call (or of 128 MiB of rows in f32, the most that is copied at a time), and rounded once into `gram`. The bits
-    do not depend on `threads` (default: torch's), nor on whether rows are picked by weights of 0 and 1, by an index, or
-    lie alone; avx2 and avx512 give the same, "plain" (no fused multiply-add) others.
+    With nt = ceil(n / 128), tile (i, j), i <= j, is number i·nt - i(i-1)/2 + (j-i). A diagonal tile holds both halves,
+    equal bit for bit; what lies beyond n in an edge tile stays as it is (zero). A row of weight 0 is not read, so what
+    it holds never enters.
+
+    Sums are f32 within 128 rows, f64 from there to the end of the call (or of 128 MiB of rows in f32, the most that is
+    copied at a time), and rounded once into `gram`. The bits do not depend on `threads` (default: torch's), nor on
+    whether rows are picked by weights of 0 and 1, by an index, or lie alone; avx2 and avx512 give the same, "plain"
+    others.
 
     False when `gram` now holds a NaN or an infinity: from x, from a weight, from a sum beyond float32, or from before.
-    With `keep`, x and the weights are looked at first, and where they are not finite `gram` stays as it was (also False).
+    With `keep`, x and the weights are looked at first, and where they are not finite `gram` stays as it was: False too.
 
     The caller checks shapes, dtypes and devices. Raises RuntimeError without the native module (ask `missing()`),
     IndexError for an index outside x, ValueError for an instruction set that is not in `isas()`.

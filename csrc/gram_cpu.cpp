@@ -35,27 +35,64 @@ struct Kernel {
     Micro plain, weighted;
 };
 
-#define CORTIQ_NAME micro_plain
-#define CORTIQ_TARGET
-#define CORTIQ_WIDTH 4
-#define CORTIQ_MR 4
-#define CORTIQ_NV 2
-#include "gram_micro.inc"
+// The innermost product: kRows rows and kVecs registers of kWidth columns of a tile, held in registers.
+//
+//   c[m, v] (+)= sum_t a[t, m] * (w[t] * b[t, v])    t < kc in order, in f32; then added to c in f64
+//
+// a, b: panels, [t][kPanel]; b continues in the next panel, `next` floats on. It is compiled for the instruction set of
+// the function that it is inlined into.
+template <int kWidth, int kRows, int kVecs, bool weighted>
+[[gnu::always_inline]] inline void micro(int64_t kc, const float* __restrict__ a, const float* __restrict__ b,
+                                         int64_t next, const float* __restrict__ w, double* __restrict__ c,
+                                         bool first) {
+    typedef float Vec __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
+    constexpr int kCols = kWidth * kVecs;
+    Vec acc[kRows][kVecs] = {};
+    for (int64_t t = 0; t < kc; ++t) {
+        Vec col[kVecs];
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) {
+            col[v] = *reinterpret_cast<const Vec*>(b + (v * kWidth / kPanel) * next + t * kPanel + v * kWidth % kPanel);
+            if (weighted) col[v] *= w[t];
+        }
+#pragma GCC unroll 16
+        for (int m = 0; m < kRows; ++m) {
+            const float row = a[t * kPanel + m];
+#pragma GCC unroll 8
+            for (int v = 0; v < kVecs; ++v) acc[m][v] += row * col[v];
+        }
+    }
+    alignas(64) float sums[kRows][kCols];
+#pragma GCC unroll 16
+    for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 8
+        for (int v = 0; v < kVecs; ++v) *reinterpret_cast<Vec*>(&sums[m][v * kWidth]) = acc[m][v];
+    for (int m = 0; m < kRows; ++m) {
+        double* out = c + m * kTile;
+        if (first)
+            for (int k = 0; k < kCols; ++k) out[k] = sums[m][k];
+        else
+            for (int k = 0; k < kCols; ++k) out[k] += sums[m][k];
+    }
+}
+
+template <bool weighted>
+void micro_plain(int64_t kc, const float* a, const float* b, int64_t next, const float* w, double* c, bool first) {
+    micro<4, 4, 2, weighted>(kc, a, b, next, w, c, first);
+}
 
 #if defined(__x86_64__)
-#define CORTIQ_NAME micro_avx2
-#define CORTIQ_TARGET __attribute__((target("avx2,fma")))
-#define CORTIQ_WIDTH 8
-#define CORTIQ_MR 4
-#define CORTIQ_NV 2
-#include "gram_micro.inc"
+template <bool weighted>
+__attribute__((target("avx2,fma"))) void micro_avx2(int64_t kc, const float* a, const float* b, int64_t next,
+                                                    const float* w, double* c, bool first) {
+    micro<8, 4, 2, weighted>(kc, a, b, next, w, c, first);
+}
 
-#define CORTIQ_NAME micro_avx512
-#define CORTIQ_TARGET __attribute__((target("avx512f,avx2,fma")))
-#define CORTIQ_WIDTH 16
-#define CORTIQ_MR 8
-#define CORTIQ_NV 2
-#include "gram_micro.inc"
+template <bool weighted>
+__attribute__((target("avx512f,avx2,fma"))) void micro_avx512(int64_t kc, const float* a, const float* b, int64_t next,
+                                                              const float* w, double* c, bool first) {
+    micro<16, 8, 2, weighted>(kc, a, b, next, w, c, first);
+}
 #endif
 
 constexpr Kernel kKernels[] = {

@@ -81,7 +81,8 @@ def test_compiling_ahead_of_time_sees_to_its_cache(monkeypatch):
 def tree(tmp_path_factory) -> Path:
     """What pip builds from, without anything else of the checkout."""
     root = tmp_path_factory.mktemp("tree")
-    shutil.copytree(ROOT / "cortiq_kernels", root / "cortiq_kernels", ignore=shutil.ignore_patterns("__pycache__", "_C*"))
+    built = shutil.ignore_patterns("__pycache__", "_C*")
+    shutil.copytree(ROOT / "cortiq_kernels", root / "cortiq_kernels", ignore=built)
     shutil.copytree(ROOT / "csrc", root / "csrc")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, root)
