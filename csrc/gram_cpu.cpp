@@ -2,7 +2,7 @@
 //
 // Rows that enter are copied, as f32, into panels of 16 columns that one product reads from end to end; every tile of
 // the upper triangle then goes through them in blocks of kBlock rows: f32 in registers within a block, f64 from block
-// to block, one rounding into G at the end. Each tile is one thread's, and its order is fixed, so the bits do not
+// to block, one rounding into G at the end. Each element is one thread's, and its order is fixed, so the bits do not
 // depend on how many threads there are. AVX2 and AVX-512 do the same multiply-adds in the same order and agree too.
 //
 // std::thread and no OpenMP: torch's wheels bring an OpenMP runtime of their own, and a second one in the process has a
@@ -25,6 +25,7 @@ namespace {
 constexpr int64_t kPanel = 16;               // columns of a packed panel
 constexpr int64_t kBlock = 128;              // rows of a block: a's and b's panels of a product stay in the L1 cache
 constexpr int64_t kWorkspace = 128LL << 20;  // most bytes of packed rows at a time
+constexpr int64_t kTiny = 1LL << 22;         // multiply-adds that are over before a thread has started
 constexpr int64_t kPanels = kTile / kPanel;
 
 using Micro = void (*)(int64_t, const float*, const float*, int64_t, const float*, double*, bool);
@@ -230,37 +231,41 @@ struct Chunk {
     int64_t rows, panels, n;
 };
 
-// Tile (i, j) of the chunk into sums [kTile, kTile]; of a diagonal tile, the products that reach the upper half.
-void tile_sums(const Chunk& chunk, const Kernel& kernel, int64_t i, int64_t j, double* sums) {
-    const int64_t height = std::min(kTile, chunk.n - i * kTile), width = std::min(kTile, chunk.n - j * kTile);
+// What one thread does at a time: rows [top, bottom) of tile (i, j), of which `width` columns lie within n.
+struct Strip {
+    int64_t i, j, top, bottom, width;
+};
+
+// The chunk's part of a strip into sums [kTile, kTile]; in a diagonal tile, the products that reach the upper half.
+void strip_sums(const Chunk& chunk, const Kernel& kernel, const Strip& s, double* sums) {
     const Micro micro = chunk.weight ? kernel.weighted : kernel.plain;
     for (int64_t row = 0; row < chunk.rows; row += kBlock) {
         const float* block = chunk.packed + row * chunk.panels * kPanel;
         const float* weight = chunk.weight ? chunk.weight + row : nullptr;
         const int64_t kc = std::min(kBlock, chunk.rows - row);
-        for (int64_t c = 0; c < width; c += kernel.cols) {
-            const float* b = block + (j * kPanels + c / kPanel) * kBlock * kPanel + c % kPanel;
-            for (int64_t r = 0; r < height && (i < j || r < c + kernel.cols); r += kernel.rows) {
-                const float* a = block + (i * kPanels + r / kPanel) * kBlock * kPanel + r % kPanel;
+        for (int64_t c = 0; c < s.width; c += kernel.cols) {
+            const float* b = block + (s.j * kPanels + c / kPanel) * kBlock * kPanel + c % kPanel;
+            const int64_t end = s.i < s.j ? s.bottom : std::min(s.bottom, c + kernel.cols);
+            for (int64_t r = s.top; r < end; r += kernel.rows) {
+                const float* a = block + (s.i * kPanels + r / kPanel) * kBlock * kPanel + r % kPanel;
                 micro(kc, a, b, kBlock * kPanel, weight, sums + r * kTile + c, row == 0);
             }
         }
     }
 }
 
-// gram tile += sums, the lower half of a diagonal tile from the upper; false when a result is not finite.
-bool add_tile(const Chunk& chunk, int64_t i, int64_t j, const double* sums, float* tile) {
-    const int64_t height = std::min(kTile, chunk.n - i * kTile), width = std::min(kTile, chunk.n - j * kTile);
+// tile += sums in the strip, each element of a diagonal tile also in its mirror; false when a result is not finite.
+bool add_strip(const Strip& s, const double* sums, float* tile) {
     uint32_t bad = 0;
-    for (int64_t r = 0; r < height; ++r)
-        for (int64_t c = i == j ? r : 0; c < width; ++c) {
+    for (int64_t r = s.top; r < s.bottom; ++r)
+        for (int64_t c = s.i == s.j ? r : 0; c < s.width; ++c) {
             const float sum = float(double(tile[r * kTile + c]) + sums[r * kTile + c]);
             tile[r * kTile + c] = sum;
             bad |= broken(sum);
         }
-    if (i == j)
-        for (int64_t r = 1; r < height; ++r)
-            for (int64_t c = 0; c < r; ++c) tile[r * kTile + c] = tile[c * kTile + r];
+    if (s.i == s.j)
+        for (int64_t r = s.top; r < s.bottom; ++r)
+            for (int64_t c = r + 1; c < s.width; ++c) tile[c * kTile + r] = tile[r * kTile + c];
     return !bad;
 }
 
@@ -279,12 +284,15 @@ std::unique_ptr<T, Free> allocate(int64_t count) {
 template <class T>
 GramStatus accumulate(const GramArgs& args, const Kernel& kernel, const Rows& rows) {
     const int64_t count = int64_t(rows.index.size());
-    const int threads = std::max(1, args.threads);
+    const bool tiny = count * args.n < kTiny / args.n;
+    const int threads = tiny ? 1 : std::max(1, args.threads);
     const int64_t tiles = (args.n + kTile - 1) / kTile, panels = tiles * kPanels, row_bytes = panels * kPanel * 4;
     const int64_t most = std::max(kBlock, kWorkspace / row_bytes / kBlock * kBlock);
     const int64_t chunk_rows = std::min(most, (count + kBlock - 1) / kBlock * kBlock);
     const auto packed = allocate<float>(chunk_rows * panels * kPanel);
-    const int64_t tasks = tiles * (tiles + 1) / 2;
+    // Whole tiles read least; where they are too few to go round, strips of a quarter. The bits are the same.
+    const int64_t whole = tiles * (tiles + 1) / 2, parts = threads > 1 && whole < 8 * threads ? 4 : 1;
+    const int64_t tasks = whole * parts;
     const int64_t workers = std::min<int64_t>(threads, tasks);
     const auto sums = allocate<double>(workers * kTile * kTile);
 
@@ -311,12 +319,15 @@ GramStatus accumulate(const GramArgs& args, const Kernel& kernel, const Rows& ro
         each(workers, int(workers), [&](int64_t worker) {
             double* mine = sums.get() + worker * kTile * kTile;
             for (int64_t at; (at = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-                int64_t i = 0, j = at;  // tile (i, j) is number `at`: row i has tiles - i of them
+                int64_t i = 0, j = at / parts;  // tile (i, j) has this number: row i has tiles - i of them
                 while (j >= tiles - i) j -= tiles - i++;
                 j += i;
-                tile_sums(chunk, kernel, i, j, mine);
-                float* tile = args.gram + at * kTile * kTile;
-                if (!add_tile(chunk, i, j, mine, tile)) fine.store(false, std::memory_order_relaxed);
+                const int64_t top = at % parts * (kTile / parts), height = std::min(kTile, args.n - i * kTile);
+                const int64_t bottom = std::min(top + kTile / parts, height);
+                const Strip strip{i, j, top, bottom, std::min(kTile, args.n - j * kTile)};
+                strip_sums(chunk, kernel, strip, mine);
+                float* tile = args.gram + at / parts * kTile * kTile;
+                if (!add_strip(strip, mine, tile)) fine.store(false, std::memory_order_relaxed);
             }
         });
     }
