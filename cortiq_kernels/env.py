@@ -40,6 +40,7 @@ def collect() -> dict[str, Any]:
 
 def _op(op: str, no_gpu: str | None, no_triton: str | None) -> dict[str, Any]:
     """What tensors of either device get, why, and what would change it. `cuda` is None where there is no GPU."""
+    from cortiq_kernels import native
     from cortiq_kernels.ops.gated_delta.layout import MAX_HEAD
 
     cuda, reason, change = "torch", "explicit torch forward and backward", "nothing yet: it has no kernel of its own"
@@ -56,11 +57,18 @@ def _op(op: str, no_gpu: str | None, no_triton: str | None) -> dict[str, Any]:
             change = "float64 tensors take torch, and so does backend='torch'"
             if op in GATED_DELTA:
                 change = f"bf16 and f16 tensors with heads of up to {MAX_HEAD} take them; others may take torch"
+    cpu = "torch"
+    if op == "gram":
+        change = "nothing yet: it has no CUDA kernel of its own"
+        if native.missing() is None:
+            cpu, cpu_reason = "native", "the compiled module (csrc/); float64 takes torch"
+        else:
+            cpu_reason = f"explicit torch; no native module: {native.missing()}"
     if no_gpu:
         cuda_why = f"no GPU: {no_gpu}"
         change = "a GPU: its tensors take Triton kernels" if op in WITH_KERNELS else change
     return {
-        "op": op, "cpu": "torch", "cpu_reason": cpu_reason, "cuda": None if no_gpu else cuda,
+        "op": op, "cpu": cpu, "cpu_reason": cpu_reason, "cuda": None if no_gpu else cuda,
         "reason": cuda_why if no_gpu else reason, "change": change,
     }  # fmt: skip
 

@@ -18,10 +18,13 @@ n a tile holds zeros. Files, CPU and GPU share this layout.
 | row_index | [R] rows of x, each in [0, T); may repeat | i32, i64 |
 | row_weight | [R], or [T] without row_index | f32, f64 |
 
-Precision: the products of up to 4096 rows are summed in f32 on a GPU and in f64 on a CPU, and their sum is added to
-`gram` with one rounding. Nothing is summed in 16 bit, and no sum of a matrix unit runs on from call to call: that loses
-half a percent over millions of rows. The order is fixed, so two runs give the same bits; cutting the same rows into
-other calls changes the last bits only. Small integers come out exact.
+Backends: on a CPU the native module (csrc/gram_cpu.cpp), where it is built and all is f32 or less; else torch.
+
+Precision: torch sums the products of up to 4096 rows in f32 on a GPU and in f64 on a CPU; the native module sums 128
+rows in f32 and these sums in f64. What comes of it is added to `gram` with one rounding. Nothing is summed in 16 bit,
+and no sum of a matrix unit runs on from call to call: that loses half a percent over millions of rows. The order is
+fixed, so two runs give the same bits; cutting the same rows into other calls changes the last bits only. Small integers
+come out exact.
 `gram` is `+=`, always. Rows that row_index leaves out are never read, and rows of weight 0 enter as zeros, whatever
 either holds (NaN too). A NaN or infinity in a row that counts makes its row and column of G not finite. T = 0 or R = 0
 leaves `gram` as it is. No temporary has n² elements: products are made 512 columns of x at a time.
@@ -32,6 +35,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cortiq_kernels import native
 from cortiq_kernels.ops import checks
 
 TILE = 128
@@ -65,6 +69,9 @@ def gram_accumulate_(
     Raises ValueError when shapes, dtypes or devices do not fit, or `gram` is not contiguous.
     """
     _check(gram, x, row_index, row_weight)
+    if _native_takes(gram, x, row_weight):
+        native.gram_accumulate_cpu(gram, x, row_index, row_weight)
+        return gram
     rows = x.shape[0] if row_index is None else row_index.shape[0]
     for a in range(0, rows, _ROWS):
         part = slice(a, min(a + _ROWS, rows))
@@ -100,6 +107,12 @@ def gram_diagonal(gram: Tensor, n: int) -> Tensor:
     side = -(-n // TILE)
     first = [i * side - i * (i - 1) // 2 for i in range(side)]
     return gram[first].diagonal(dim1=1, dim2=2).reshape(-1)[:n].clone()
+
+
+def _native_takes(gram: Tensor, x: Tensor, row_weight: Tensor | None) -> bool:
+    small = gram.dtype == torch.float32 and x.dtype in native.DTYPES
+    small = small and (row_weight is None or row_weight.dtype == torch.float32)
+    return small and x.device.type == "cpu" and native.missing() is None
 
 
 def _counted(x: Tensor, row_index: Tensor | None, row_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from ops_close import bits, no_sync, not_worse
 
+from cortiq_kernels import native
 from cortiq_kernels.ops import gram as module
 from cortiq_kernels.ops.gram import (
     TILE,
@@ -17,6 +18,16 @@ from cortiq_kernels.ops.gram import (
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 5, 127, 128, 129, 300, 513, 700]
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def kind(request, monkeypatch):
+    """Every test with the native module, where it is built, and without."""
+    if request.param == "torch":
+        monkeypatch.setattr(module, "_native_takes", lambda *_: False)
+    elif why := native.missing():
+        pytest.skip(f"no native module: {why}")
+    return request.param
 
 
 def total(x, **rows):
@@ -82,7 +93,9 @@ def test_weights(rng):
     x, w = torch.randn(50, 133, generator=rng), torch.rand(50, generator=rng)
     w[::7] = 0
     want = x.double().T @ (x.double() * w.double()[:, None])
-    torch.testing.assert_close(total(x, row_weight=w).double(), want, rtol=1e-6, atol=1e-6)
+    not_worse(total(x, row_weight=w), want, gram_ref(x, row_weight=w))
+    exact = total(x, row_weight=w.double())  # weights in f64 take torch's f64 products
+    torch.testing.assert_close(exact.double(), want, rtol=1e-6, atol=1e-6)
     index = torch.tensor([3, 3, 0, 21])
     got = total(x, row_index=index, row_weight=torch.tensor([1.0, 1.0, 0.5, 2.0]))
     want = gram_ref(x.double(), row_index=index, row_weight=torch.tensor([1.0, 1.0, 0.5, 2.0]))
@@ -108,8 +121,12 @@ def test_strided_and_repeated_inputs_and_two_runs(rng):
     torch.testing.assert_close(total(one.expand(4, 200)), 4 * total(one))
 
 
-def test_no_temporary_of_the_size_of_the_matrix(rng, monkeypatch):
-    """Products are panels of 512 rows, whatever n."""
+def test_no_temporary_of_the_size_of_the_matrix(rng, monkeypatch, kind):
+    """torch's products are panels of 512 rows, whatever n; the native module takes no memory from torch."""
+    if kind == "native":
+        monkeypatch.setattr(torch, "mm", None)
+        total(torch.randn(3, 2000, generator=rng))
+        return
     made, mm = [], torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, **k: made.append((a.shape[0], b.shape[1])) or mm(a, b, **k))
     total(torch.randn(3, 2000, generator=rng))
