@@ -40,7 +40,8 @@ def compile_variant(v: Variant, arch: int) -> Resources:
     signature = {n: v.types.get(n, "constexpr") for n in names}
     constants = {(names.index(n),): value for n, value in v.constexprs.items()}
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in v.aligned}
-    source = ASTSource(fn=v.kernel, signature=signature, constexprs=constants, attrs=aligned)
+    function = getattr(v.kernel, "function", v.kernel)
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": v.warps, "num_stages": v.stages} | ({"maxnreg": v.maxnreg} if v.maxnreg else {})
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

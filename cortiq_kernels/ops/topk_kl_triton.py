@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cortiq_kernels.ops import jit
+
 FORWARD, RATIO, SCALED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 LIMIT = tl.constexpr(60.0)  # exp(60) times 2^18 columns is 3e31
 BLOCK, WARPS = 4096, 8
@@ -40,7 +42,7 @@ def _logits(raw, mask, inv_temperature, softcap, SOFTCAP: tl.constexpr):
     return z
 
 
-@triton.jit
+@jit.kernel
 def head_kl_kernel(
     z_ptr,  # [R, V] slab, in place unless FORWARD
     ids_ptr,  # [R, K] int32

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cortiq_kernels.ops import jit
+
 TILE = 256  # columns
 LOG2E = tl.constexpr(1.4426950408889634)
 LIMIT = tl.constexpr(60.0)  # exp(60) times 2^18 columns is 3e31, far from what float32 holds
@@ -81,7 +83,7 @@ def _count(z_ptr, list_ptr, count, vocab, threshold, GROUP: tl.constexpr, TILE: 
     return tl.sum(reach, 0)
 
 
-@triton.jit
+@jit.kernel
 def sweep_kernel(
     z_ptr,  # [n, V]
     tile_ptr,  # [n, TILES] f32: tile maxima
@@ -126,7 +128,7 @@ def sweep_kernel(
         tl.store(mass_ptr + row, tl.sum(tl.sum(total, 1) * tl.exp(ref - level), 0))
 
 
-@triton.jit
+@jit.kernel
 def select_kernel(
     z_ptr,  # [n, V]
     ids_ptr,  # [n, k] int32
