@@ -320,7 +320,9 @@ def test_dry_run_says_which_backend_and_why(place, tmp_path):
     args = heal(root / "m", data, tmp_path / "o", "--dry-run")
     plan = cortiq(*args, "--json").json
     assert set(plan["backends"]) == set(env.OPS)
-    assert all(b == {"backend": "torch", "reason": b["reason"]} and b["reason"] for b in plan["backends"].values())
+    here = {"native", "torch"}  # Grams have a module in C++, where it is built
+    assert all(set(b) == {"backend", "reason"} and b["backend"] in here for b in plan["backends"].values())
+    assert all(b["reason"] for b in plan["backends"].values())
     text = cortiq(*args).out
     assert "backend" in text and "torch: add_rms_norm" in text and "BLAS through torch" in text
 

@@ -17,6 +17,15 @@ from cortiq_kernels.recipes.interval import Interval, parse_interval
 from cortiq_kernels.recipes.stopping import Stopped, check, shielded, stop_on_signals
 
 
+@pytest.fixture(autouse=True)
+def _nothing_ignored():
+    """Under nohup SIGHUP is ignored, and an ignored signal stays so."""
+    before = {s: signal.signal(s, signal.SIG_DFL) for s in stopping.SIGNALS if signal.getsignal(s) == signal.SIG_IGN}
+    yield
+    for s, handler in before.items():
+        signal.signal(s, handler)
+
+
 @pytest.mark.parametrize("number", stopping.SIGNALS)
 def test_raises_at_once_and_handlers_come_back(number):
     before = [signal.getsignal(s) for s in stopping.SIGNALS]
