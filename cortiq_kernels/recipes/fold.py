@@ -7,33 +7,35 @@ By default its importance is
 
 the mean energy of that contribution on the train records (real rows only, no padding). The `width` most important stay
 (ties: the lowest index), in their old order: rows of gate and up, columns of down. Other rankings, and the repair of
-down from the Grams of a capture: repair.py. Without Grams nothing is repaired. With a file of learned masks their
-logits rank the neurons, and decide the width (keep.py) unless one is given.
+down from the Grams of a capture: repair.py; what a ranking needs to see on records: activity.py. Without Grams nothing
+is repaired. With a file of learned masks their logits rank the neurons, and decide the width (keep.py) unless one is
+given.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cortiq_kernels import backend
-from cortiq_kernels.data.batches import Batch, Batches, eval_batches
+from cortiq_kernels.data.batches import Batches, eval_batches
 from cortiq_kernels.data.records import Dataset
 from cortiq_kernels.data.windows import pack
 from cortiq_kernels.model import names
 from cortiq_kernels.model.hf import ModelDir, check_destination, open_model, width_changed_updates, write_model
+from cortiq_kernels.model.layout import plan_layout
 from cortiq_kernels.model.weights import Weights, acc_dtype
 from cortiq_kernels.ops.gram import gram_finalize
-from cortiq_kernels.recipes.capture_pass import real_rows
+from cortiq_kernels.recipes.activity import first_order, measure
 from cortiq_kernels.recipes.errors import InputError, need
 from cortiq_kernels.recipes.fingerprint import fingerprint
 from cortiq_kernels.recipes.fold_config import FoldConfig
 from cortiq_kernels.recipes.gram_file import Grams
+from cortiq_kernels.recipes.heal_loop import F16_LOSS_SCALE
 from cortiq_kernels.recipes.inputs import Progress, Ticks, fit_shape, geometry_summary, load_for, refuse_loops, silent
 from cortiq_kernels.recipes.keep import keep_widths
 from cortiq_kernels.recipes.lock import check_unlocked, locked
@@ -51,9 +53,8 @@ from cortiq_kernels.recipes.repair import (
     repair,
 )
 from cortiq_kernels.recipes.stopping import check, stop_on_signals
-from cortiq_kernels.step import Buffers
-from cortiq_kernels.step.buffers import cut
-from cortiq_kernels.step.forward import Sequences, embed, layers_forward, rope_for
+from cortiq_kernels.step.gates import mixers_from
+from cortiq_kernels.step.memory import train_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,32 +98,37 @@ class FoldPlan:
     device: backend.DeviceChoice
     dtype: backend.DtypeChoice
     model: ModelDir
-    source: Measured | Grams
+    grams: Grams | None
+    measured: Measured | None
     widths: list[int]
     masks: Masks | None
     notes: list[str]
 
     @property
     def n_batches(self) -> int:
-        """Batches that are measured; none with Grams."""
-        if isinstance(self.source, Grams):
+        """Batches that are measured."""
+        if self.measured is None:
             return 0
-        return min(len(self.source.batches), self.cfg.max_batches or len(self.source.batches))
+        return min(len(self.measured.batches), self.cfg.max_batches or len(self.measured.batches))
 
     @property
     def data_hash(self) -> str:
         """Hash of the records behind the ranking; of several captures all of them."""
-        return ",".join(self.source.hashes) if isinstance(self.source, Grams) else self.source.dataset.data_hash
+        if self.measured is not None:
+            return self.measured.dataset.data_hash
+        assert self.grams is not None
+        return ",".join(self.grams.hashes)
 
     def data(self) -> dict[str, Any]:
         """JSON-able summary of what neurons are ranked on."""
-        if isinstance(self.source, Grams):
+        if self.measured is None:
+            assert self.grams is not None
             files = ", ".join(str(p) for p in self.cfg.grams)
-            return {"path": files, "sha256": self.data_hash, "rows": self.source.rows}
+            return {"path": files, "sha256": self.data_hash, "rows": self.grams.rows}
         return {
             "path": str(self.cfg.data),
             "sha256": self.data_hash,
-            "records": self.source.dataset.counts,
+            "records": self.measured.dataset.counts,
             "batches": self.n_batches,
         }
 
@@ -151,17 +157,39 @@ class FoldPlan:
         """
         g, device = self.model.geometry, self.device.device
         f = max(g.intermediate)
-        if isinstance(self.source, Grams):
+        parts: dict[str, int] = {}
+        if self.grams is not None:
             whole, weights = 8 * f * f, 8 * f * g.hidden
             free, host = backend.free_bytes(device), backend.host_free_bytes()
-            return {
+            parts = {
                 "grams": whole, "workspace": 3 * whole + 4 * weights, "least": whole + weights,
                 "peak": 4 * whole + 4 * weights, "free": free, "host_free": host,
             }  # fmt: skip
-        batches, dtype = self.source.batches, self.dtype.dtype
+        if self.measured is not None:  # before the repair, and gone by then: the larger of the two counts
+            seen = self._measuring()
+            parts = seen if seen["peak"] > parts.get("peak", 0) else parts
+        return parts
+
+    def _measuring(self) -> dict[str, int]:
+        """The parts of the pass over the records."""
+        assert self.measured is not None
+        g, device, batches, dtype = self.model.geometry, self.device.device, self.measured.batches, self.dtype.dtype
         n, acc = batches.batch * batches.window, acc_dtype(dtype)
-        squares = n * f * (dtype.itemsize + 2 * acc.itemsize)  # of one layer, real rows
-        return forward_memory(g, n, batches.window, 0, dtype, device, work=squares + sum(g.intermediate) * 8)
+        if self.cfg.rank == "first_order":
+            rows = max(batches[i].n_scored for i in range(self.n_batches))
+            step = train_bytes(
+                g, n, batches.window, rows, dtype, device.type, first=0, train_from=0, trained=0,
+                mixers_from=mixers_from(g, "full"),
+            )  # fmt: skip
+            least = plan_layout(g).nbytes(dtype.itemsize) + step.buffers + step.saved
+            return {
+                "model": least - step.buffers - step.saved, "activations": step.buffers + step.saved,
+                "workspace": step.workspace, "logits": step.head, "least": least,
+                "peak": least + max(step.workspace, step.head), "free": backend.free_bytes(device),
+                "host_free": backend.host_free_bytes(),
+            }  # fmt: skip
+        squares = n * max(g.intermediate) * (dtype.itemsize + 2 * acc.itemsize)  # of one layer, real rows
+        return forward_memory(g, n, batches.window, 0, dtype, device, work=squares + sum(g.intermediate) * 16)
 
 
 def plan_fold(cfg: FoldConfig) -> FoldPlan:
@@ -176,17 +204,16 @@ def plan_fold(cfg: FoldConfig) -> FoldPlan:
     masks = read_masks(cfg.masks, model.geometry, "fold: masks") if cfg.masks else None
     widths = _widths(cfg, model, masks)
     notes: list[str] = []
-    source: Measured | Grams
-    if cfg.grams:
-        source = _grams(cfg, model)
-        dtype = backend.DtypeChoice(torch.float64, "repairs are computed in it")
-    else:
-        assert cfg.data is not None
+    grams = _grams(cfg, model) if cfg.grams else None
+    measured = None
+    if cfg.data is not None:
         dataset, pad_id = load_for(model, cfg.data, "all", ("train",))
         window, batch = fit_shape(dataset.split("train"), cfg.window, cfg.batch)
         packed = pack(dataset.split("train"), window, "records", pad_id)
-        source = Measured(dataset, eval_batches(packed.windows, batch, pad_id=pad_id, split="train"))
+        measured = Measured(dataset, eval_batches(packed.windows, batch, pad_id=pad_id, split="train"))
         notes += dataset.notes
+    else:
+        dtype = backend.DtypeChoice(torch.float64, "repairs are computed in it")
     odd = next((w for w in widths if w % cfg.align), None)
     if odd is not None:
         notes.append(
@@ -195,8 +222,8 @@ def plan_fold(cfg: FoldConfig) -> FoldPlan:
         )
     if list(model.geometry.intermediate) == widths:
         notes.append(f"the MLPs are {max(widths)} wide already: every neuron is kept")
-    plan = FoldPlan(cfg, device, dtype, model, source, widths, masks, notes)
-    fix = "Use --device cpu." if cfg.grams else "Lower --batch or --window."
+    plan = FoldPlan(cfg, device, dtype, model, grams, measured, widths, masks, notes)
+    fix = "Lower --batch or --window." if measured else "Use --device cpu."
     notes += check_fits("fold", plan.memory(), device.device, fix)
     return plan
 
@@ -254,26 +281,22 @@ def _run(plan: FoldPlan, progress: Progress) -> FoldReport:
     for note in plan.notes:
         progress({"event": "note", "text": note})
     device, g = plan.device.device, plan.model.geometry
-    energy: list[Tensor] = []
-    if isinstance(plan.source, Grams):
-        rows = plan.source.rows
-    else:
-        weights = Weights.load(plan.model, dtype=plan.dtype.dtype, device=device, train=None)
-        batches = [plan.source.batches[i] for i in range(plan.n_batches)]
-        energy, rows = activation_energy(weights, batches, done=Ticks(progress, "measure", len(batches)))
-        del weights
-        backend.release(device)
+    seen = _seen(plan, device, progress) if plan.measured else None
+    rows = seen.rows if seen else 0
 
     replace: dict[str, Tensor] = {}
     shares: list[float] = []
     repaired: list[Repaired] = []
     for i, width in enumerate(plan.widths):
         gate, up, down = (f"{g.prefix}layers.{i}.mlp.{p}_proj.weight" for p in ("gate", "up", "down"))
-        if isinstance(plan.source, Grams):
-            gram = gram_finalize(plan.source.read(i, device), g.intermediate[i]).double().div_(rows)
-            mean_square = gram.diagonal().cpu()
+        gram = None
+        if plan.grams is not None:
+            gram = gram_finalize(plan.grams.read(i, device), g.intermediate[i]).double().div_(plan.grams.rows)
+        if seen is not None:
+            mean_square = seen.square[i] / seen.rows
         else:
-            gram, mean_square = None, energy[i] / rows
+            assert gram is not None
+            mean_square = gram.diagonal().cpu()
         weight = {p: plan.model.read(p) for p in (gate, up, down)}
         score = importance(mean_square, weight[down])
         if not float(score.sum()) > 0:
@@ -286,7 +309,7 @@ def _run(plan: FoldPlan, progress: Progress) -> FoldReport:
         elif plan.masks is not None:
             keep = keep_top(plan.masks.logits[i], width)
         else:
-            keep = keep_top(_ranking(cfg, i, score, mean_square, list(weight.values())), width)
+            keep = keep_top(_ranking(cfg, i, score, mean_square, list(weight.values()), seen), width)
         shares.append(float(score[keep].sum() / score.sum()))
         event: dict[str, Any] = {"event": "layer", "layer": i, "kept_energy": shares[-1]}
         replace[gate] = weight[gate].index_select(0, keep)
@@ -326,38 +349,39 @@ def _run(plan: FoldPlan, progress: Progress) -> FoldReport:
     )  # fmt: skip
 
 
-def _ranking(cfg: FoldConfig, layer: int, score: Tensor, mean_square: Tensor, weights: list[Tensor]) -> Tensor:
+class Seen(NamedTuple):
+    """What the records showed: sums over `rows` rows, and what the ranking asked for."""
+
+    square: list[Tensor]  # of act^2
+    ranking: list[Tensor] | None  # [F] of each layer, of the rankings that only records can give
+    rows: int
+
+
+def _seen(plan: FoldPlan, device: torch.device, progress: Progress) -> Seen:
+    """Run the plan's batches; the model is gone again afterwards."""
+    assert plan.measured is not None
+    weights = Weights.load(plan.model, dtype=plan.dtype.dtype, device=device, train=None)
+    batches = [plan.measured.batches[i] for i in range(plan.n_batches)]
+    twice = plan.cfg.rank == "first_order"
+    ticks = Ticks(progress, "measure", len(batches) * (1 + twice))
+    activity = measure(weights, batches, done=ticks)
+    ranking = activity.absolute if plan.cfg.rank == "absolute" else None
+    if twice:
+        scale = F16_LOSS_SCALE if weights.dtype == torch.float16 else 1.0
+        ranking = first_order(weights, batches, scale=scale, done=lambda n: ticks(len(batches) + n))
+    del weights
+    backend.release(device)
+    return Seen(activity.square, ranking, activity.rows)
+
+
+def _ranking(
+    cfg: FoldConfig, layer: int, score: Tensor, mean_square: Tensor, weights: list[Tensor], seen: Seen | None
+) -> Tensor:
     """Scores [F] of a layer's neurons by `cfg.rank`, other than "gram"; `weights`: gate, up, down."""
     if cfg.rank == "random":
         return random_order(len(score), cfg.seed, layer)
     if cfg.rank == "magnitude":
         return magnitude(*weights)
+    if seen is not None and seen.ranking is not None:
+        return seen.ranking[layer]
     return mean_square if cfg.rank == "activation" else score
-
-
-def activation_energy(
-    w: Weights, batches: Sequence[Batch], *, done: Callable[[int], None] = lambda n: None
-) -> tuple[list[Tensor], int]:
-    """(sum of act^2 per neuron [F] float64 on the host, for every layer; the number of real rows it is over).
-
-    Squares are float32 (float64 for float64) per batch, summed in float64. Padding rows are left out. `done(n)`
-    after batch n.
-    """
-    g, first = w.geometry, batches[0]
-    n, t = first.tokens.shape[0], first.max_seqlen
-    buf, rope = Buffers(g, n, w.dtype, w.device), rope_for(w, t)
-    energy = [torch.zeros(f, dtype=torch.float64, device=w.device) for f in g.intermediate]
-    rows = 0
-    for k, host in enumerate(batches):
-        batch = host.to(w.device)
-        real = real_rows(host).to(w.device)
-        seqs = Sequences.build(g, batch.cu_seqlens, t, n, rope)
-
-        def measure(layer: int, real: Tensor = real) -> None:
-            act = cut(buf.act, g.intermediate[layer]).index_select(0, real)
-            energy[layer] += act.to(w.acc_dtype).square().sum(0, dtype=torch.float64)
-
-        layers_forward(w, buf, embed(w, buf, batch.tokens), seqs, 0, g.n_layers, after_layer=measure)
-        rows += len(real)
-        done(k + 1)
-    return [e.cpu() for e in energy], rows

@@ -24,12 +24,14 @@ class FoldConfig:
     out: Path
     """directory to write; must not exist, or be empty"""
     data: Path | None = None
-    """records, JSONL or parquet, to rank neurons on when there are no Grams; the train split is used"""
+    """records, JSONL or parquet, to rank neurons on where there are no Grams, or for a `rank` that Grams cannot give;
+    the train split is used"""
     grams: tuple[Path, ...] = ()
     """files of cortiq capture on this model; several of them (other records each) are added up"""
-    rank: Literal["importance", "activation", "magnitude", "random", "gram"] = "importance"
-    """which neurons stay: importance is E[act^2] * |its column of down_proj|^2, activation E[act^2], magnitude its
-    weights, gram what the others explain least"""
+    rank: Literal["importance", "activation", "absolute", "first_order", "magnitude", "random", "gram"] = "importance"
+    """which neurons stay: importance is E[act^2] * |its column of down_proj|^2, activation E[act^2], absolute E|act|,
+    first_order how much of the loss it carries (a backward pass over the records), magnitude its weights, gram what the
+    others explain least; absolute and first_order need --data, with --grams too if down_proj is to be repaired"""
     repair: bool = True
     """repair down_proj; only with Grams"""
     ridge: float = 1e-3
@@ -88,9 +90,16 @@ class FoldConfig:
         need(self.max_batches is None or self.max_batches >= 1, "fold: max_batches", self.max_batches, "at least 1",
              "Set --max-batches.")  # fmt: skip
         need(0 < self.ridge <= 1, "fold: ridge", self.ridge, "a number in (0, 1]", "Set --ridge, for instance 1e-3.")
-        got = "both" if self.grams and self.data is not None else "neither"
-        one = "--grams of cortiq capture, or --data to rank neurons on"
-        need(bool(self.grams) != (self.data is not None), "fold: grams and data", got, one, "Give one of the two.")
+        looks = self.rank in ("absolute", "first_order")
+        need(
+            bool(self.grams) or self.data is not None, "fold: grams and data", "neither",
+            "--grams of cortiq capture, or --data to rank neurons on", "Give one of the two.",
+        )  # fmt: skip
+        need(
+            looks or not (self.grams and self.data is not None), "fold: grams and data", "both",
+            "one, as Grams have what this ranking needs", "Drop --data.",
+        )  # fmt: skip
+        need(not looks or self.data is not None, "fold: rank", f"{self.rank!r} without records", "them", "Set --data.")
         need(self.rank != "gram" or bool(self.grams), "fold: rank", "'gram' without Grams", "them", "Set --grams.")
         need(self.width is None or not self.widths, "fold: width", "width and widths", "one of them", "Leave one out.")
         for width in self.widths:

@@ -16,10 +16,14 @@ from cortiq_kernels.data.windows import pack
 from cortiq_kernels.model.geometry import ModelError
 from cortiq_kernels.model.hf import create_model, open_model
 from cortiq_kernels.model.weights import Weights
-from cortiq_kernels.recipes import fold, repair, score
+from cortiq_kernels.recipes import capture, fold, repair, score
+from cortiq_kernels.recipes.activity import first_order, measure
+from cortiq_kernels.recipes.capture_config import CaptureConfig
 from cortiq_kernels.recipes.errors import InputError
 from cortiq_kernels.recipes.fold_config import FoldConfig
 from cortiq_kernels.recipes.score_config import ScoreConfig
+from cortiq_kernels.step import Evaluator, Micro
+from cortiq_kernels.step.loss import next_token_targets
 
 
 @pytest.fixture
@@ -60,19 +64,64 @@ def test_energy_is_that_of_real_rows_only(world, build, tmp_path):
     w = Weights.load(m, dtype=torch.float64)
     p = {n: w[n] for n in w.names}
     records = load_records(world.data, None, splits=("train",), vocab=23).split("train")
-    want, rows = torch.zeros(40, dtype=torch.float64), 0
+    want, size, rows = torch.zeros(40, dtype=torch.float64), torch.zeros(40, dtype=torch.float64), 0
     for r in records:
         x = p["embed"][torch.from_numpy(r.ids).long()]
         x = x + gdn(p, "layers.0.", rms(x, 1e-6) * (1 + p["layers.0.input_norm"]), m.geometry)
         n = rms(x, 1e-6) * (1 + p["layers.0.post_norm"])
         gate, up = (n @ p["layers.0.gate_up"].T).chunk(2, -1)
         want += (F.silu(gate) * up).square().sum(0)
+        size += (F.silu(gate) * up).abs().sum(0)
         rows += len(r.ids)
     for window, batch in ((32, 2), (100, 3)):
         batches = list(eval_batches(pack(records, window).windows, batch))
-        energy, n_rows = fold.activation_energy(w, batches)
-        assert n_rows == rows
-        torch.testing.assert_close(energy[0], want, rtol=1e-9, atol=1e-12)
+        seen = measure(w, batches)
+        assert seen.rows == rows
+        torch.testing.assert_close(seen.square[0], want, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(seen.absolute[0], size, rtol=1e-9, atol=1e-12)
+
+
+def test_first_order_is_the_loss_that_a_gate_moves(world, build, tmp_path):
+    """Against central differences of a neuron's gate, in float64; the loss scale leaves nothing behind."""
+    w = Weights.load(open_model(world.teacher), dtype=torch.float64)
+    records = load_records(world.data, None, splits=("train",), vocab=23).split("train")
+    batches = list(eval_batches(pack(records, 32).windows, 2))[:2]
+    got = first_order(w, batches)
+    again = first_order(w, batches, scale=64.0)
+    assert [len(t) for t in got] == list(w.geometry.intermediate)
+    torch.testing.assert_close(got, again, rtol=1e-12, atol=0)
+    evaluator = Evaluator(w, batches[0].tokens.numel(), batches[0].max_seqlen)
+    for layer, j in ((0, 0), (1, 7), (2, 39)):
+        want = 0.0
+        for b in batches:
+            loss = []
+            for step in (1e-4, -1e-4):
+                gate = torch.ones(w.geometry.intermediate[layer], dtype=torch.float64)
+                gate[j] += step
+                evaluator.masks = {layer: gate}
+                loss.append(evaluator.loss([Micro(b, next_token_targets(b))]))
+            want += abs(loss[0] - loss[1]) / 2e-4
+        assert float(got[layer][j]) == pytest.approx(want, rel=1e-5, abs=1e-10)
+
+
+@pytest.mark.parametrize("rank", ["absolute", "first_order"])
+def test_rankings_that_need_records_work_with_grams_too(cfg, world, tmp_path, rank):
+    """The same neurons stay with Grams and without; with them down_proj is repaired."""
+    capture.run(CaptureConfig(world.teacher, world.data, tmp_path / "g.safetensors", device="cpu", window=32, batch=2))
+    alone = dataclasses.replace(cfg, rank=rank, dtype="f64")
+    both = dataclasses.replace(alone, out=tmp_path / "both", grams=(tmp_path / "g.safetensors",))
+    batches = list(fold.plan_fold(alone).measured.batches)
+    assert not fold.run(alone).repaired and fold.run(both).repaired
+    a, b = (open_model(c.out) for c in (alone, both))
+    gates = [f"model.layers.{i}.mlp.gate_proj.weight" for i in range(3)]
+    assert all(torch.equal(a.read(n), b.read(n)) for n in gates)
+    w = Weights.load(open_model(world.teacher), dtype=torch.float64)
+    score = measure(w, batches).absolute if rank == "absolute" else first_order(w, batches)
+    full = open_model(world.teacher)
+    for i, s in enumerate(score):
+        name = gates[i]
+        keep = repair.keep_top(s, a.geometry.intermediate[i])
+        assert torch.equal(a.read(name), full.read(name)[keep])
 
 
 def test_importance_and_ties():
@@ -111,6 +160,10 @@ def test_refusals(cfg, tmp_path, build, world):
         fold.run(dataclasses.replace(cfg, width=41))
     with pytest.raises(InputError, match="keep"):
         fold.run(dataclasses.replace(cfg, keep=0.0))
+    with pytest.raises(InputError, match="without records"):
+        fold.run(dataclasses.replace(cfg, rank="first_order", data=None, grams=(tmp_path / "g.safetensors",)))
+    with pytest.raises(InputError, match="got both"):
+        fold.run(dataclasses.replace(cfg, grams=(tmp_path / "g.safetensors",)))
     with pytest.raises(ModelError):
         fold.run(dataclasses.replace(cfg, out=cfg.model))
     tensors = build.tensors(world.teacher)
