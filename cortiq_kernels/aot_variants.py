@@ -20,7 +20,7 @@ class Variant(NamedTuple):
 
 def variants(arch: int) -> list[Variant]:
     """Every variant that the ops launch on sm_<arch>, up to sizes."""
-    return head_variants() + gated_delta_variants(arch)
+    return head_variants() + gated_delta_variants(arch) + norm_variants(arch) + rows_variants(arch)
 
 
 def head_variants() -> list[Variant]:
@@ -147,6 +147,62 @@ def gated_delta_variants(arch: int) -> list[Variant]:
     return out
 
 
+def norm_variants(arch: int) -> list[Variant]:
+    """Residual add and RMS norm."""
+    from cortiq_kernels.ops import rms_norm_triton as norm
+
+    out = []
+    for dtype, h in (("bf16", 1024), ("bf16", 2560), ("bf16", 5120), ("fp16", 64), ("fp32", 1025), ("bf16", 16384)):
+        shared = {"H": h, "ZERO_CENTERED": True}
+        flags: list[tuple[Any, str, dict[str, Any]]] = [
+            (norm.norm_kernel, "fwd", {**shared, "ADD": True, "WRITE_SUM": True}),
+            (norm.norm_bwd_kernel, "bwd", {**shared, "ADD": True, "AGAIN": True, "WEIGHT": True}),
+        ]
+        if h == 1024:
+            flags += [
+                (norm.norm_kernel, "fwd again", {**shared, "ADD": False, "WRITE_SUM": False}),
+                (norm.norm_bwd_kernel, "bwd final", {**shared, "ADD": False, "AGAIN": False, "WEIGHT": True}),
+                (norm.norm_bwd_kernel, "bwd frozen", {**shared, "ADD": True, "AGAIN": False, "WEIGHT": False}),
+            ]
+        if dtype == "bf16":
+            flags.append((norm.norm_sum_kernel, "sum", {"H": h, "ADD": True}))
+        for kernel, name, constexprs in flags:
+            launch = norm.shape_of(h, name.split()[0], arch)
+            launch.pop("PROGRAMS", None)
+            warps, stages = launch.pop("num_warps"), launch.pop("num_stages")
+            types = _types(kernel, dtype, constexprs | launch)
+            aligned = tuple(n for n, t in types.items() if t[0] == "*" or ("stride" in n and h % 16 == 0))
+            out.append(
+                Variant(f"norm {name} {dtype} {h}", kernel, types, constexprs | launch, warps, stages, 0, aligned)
+            )
+    return out
+
+
+def rows_variants(arch: int) -> list[Variant]:
+    """Rows moved by an index: what the head reads and writes, and the embedding's gradient."""
+    from cortiq_kernels.ops import rows_triton as rows
+
+    out = []
+    for dtype, h in (("bf16", 1024), ("bf16", 2560), ("fp16", 64), ("fp32", 33)):
+        for kernel, name, constexprs in (
+            (rows.gather_kernel, "gather", {"H": h, "INDEXED": True}),
+            (rows.scatter_kernel, "scatter", {"H": h, "SCALE": True}),
+            (rows.sum_kernel, "sum", {"H": h, "ADD": True}),
+        ):
+            launch = rows.shape_of(h, name, arch)
+            warps, stages = launch.pop("num_warps"), launch.pop("num_stages")
+            types = _types(kernel, dtype, constexprs | launch)
+            if name == "scatter":
+                types["rows_ptr"] = "*fp32"
+            if name == "sum":
+                types["out_ptr"] = "*fp32"
+            aligned = tuple(n for n, t in types.items() if t[0] == "*" or ("stride" in n and h % 16 == 0))
+            out.append(
+                Variant(f"rows {name} {dtype} {h}", kernel, types, constexprs | launch, warps, stages, 0, aligned)
+            )
+    return out
+
+
 _F32 = {
     "a_log_ptr",
     "beta_ptr",
@@ -158,9 +214,11 @@ _F32 = {
     "dnorm_ptr",
     "dt_ptr",
     "dw_ptr",
+    "factor_ptr",
 }
-_F32 |= {"g_ptr", "h0_ptr", "ht_ptr", "norm_ptr", "part_ptr", "w_ptr"}
+_F32 |= {"g_ptr", "h0_ptr", "ht_ptr", "norm_ptr", "part_ptr", "rstd_ptr", "w_ptr", "weight_ptr"}
 _INT = {"table_ptr": "*i32", "cu_ptr": "*i32", "offsets_ptr": "*i32", "pos_ptr": "*i64"}
+_INT |= {"ids_ptr": "*i32", "index_ptr": "*i32", "order_ptr": "*i64"}
 
 
 def _types(kernel: Any, dtype: str, constexprs: dict[str, Any]) -> dict[str, str]:

@@ -11,8 +11,9 @@ Maths
 | y, dy | [N, H] | working |
 | dw | [V, H] | f32 (f64 for f64) |
 
-Precision and order: dy is added in f32 (f64 for f64), in the order of n on the CPU and in a sorted order on CUDA: no
-atomics, so the same inputs give the same bits. Rows of dw that no id names get 0 (`=`) or stay (`+=`). Padding tokens
+Precision and order: dy is added in f32 (f64 for f64), in the order of n on the CPU; on CUDA the ids are sorted (stably),
+and one program sums the tokens of an id, a few at a time in the order of n: no atomics, so the same inputs give the
+same bits, and nothing waits for the device. Rows of dw that no id names get 0 (`=`) or stay (`+=`). Padding tokens
 are gathered like any other, and their gradient counts; they add nothing when dy is 0 there.
 An id outside [0, V) is an IndexError on the CPU, before anything is written. On CUDA, where the host reads no ids, it
 is a device-side assertion in the forward; the backward trusts ids that went through the forward.
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from cortiq_kernels.ops import checks
+from cortiq_kernels.ops.triton_gate import launching_on, use_triton
 
 
 def embedding_ref(ids: Tensor, weight: Tensor) -> Tensor:
@@ -44,10 +46,13 @@ def embedding_fwd(ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> 
     return torch.index_select(weight, 0, ids, out=out)
 
 
-def embedding_bwd(dy: Tensor, ids: Tensor, *, out: Tensor, accumulate: bool = False) -> Tensor:
+def embedding_bwd(
+    dy: Tensor, ids: Tensor, *, out: Tensor, accumulate: bool = False, backend: str = "auto"
+) -> Tensor:
     """out[v] `=` (or `+=` with `accumulate`) the sum of dy[n] over ids[n] = v.
 
-    dy [N, H] working dtype, ids [N], out [V, H] in the accumulation dtype.
+    dy [N, H] working dtype, ids [N], out [V, H] in the accumulation dtype. backend: "auto" (Triton for CUDA tensors
+    below float64 whose rows have no gaps), "triton" or "torch".
     """
     op = "embedding_bwd"
     _check_ids(op, ids)
@@ -63,6 +68,14 @@ def embedding_bwd(dy: Tensor, ids: Tensor, *, out: Tensor, accumulate: bool = Fa
     _check_range(op, ids, out.shape[0])
     if not accumulate:
         out.zero_()
+    gaps = any(t.shape[1] > 1 and t.stride(1) != 1 for t in (dy, out))
+    if use_triton(op, dy, backend, "the elements of a row do not lie beside one another" if gaps else ""):
+        from cortiq_kernels.ops import rows_triton
+
+        ordered = ids.to(torch.int32).sort(stable=True)  # half the passes of int64
+        with launching_on(dy):
+            rows_triton.sum_by_id(dy, ordered.values, ordered.indices, out, accumulate)
+        return out
     if dy.is_cuda:
         # index_put_ sorts the ids; index_add_ and scatter_add_ would use atomics.
         return out.index_put_((ids.long(),), dy.to(acc), accumulate=True)
