@@ -206,6 +206,7 @@ def head_topk_kl_fwd_bwd(
         dhidden = dhead = None
     if dhidden is not None:
         checks.output(op, "dhidden", dhidden, hidden.shape, hidden.dtype, hidden)
+        checks.apart(op, "dhidden", dhidden, (("hidden", hidden),))
     if dhead is not None:
         checks.output(op, "dhead", dhead, head_weight.shape, acc, hidden)
         if not accumulate:
@@ -213,15 +214,11 @@ def head_topk_kl_fwd_bwd(
 
     head = head_weight[:vocab]
     loss = hidden.new_zeros((rows,), dtype=acc)
-    # With row_index the gradient rows are collected here and placed once at the end.
-    drows = dhidden
-    if dhidden is not None and row_index is not None:
-        drows = hidden.new_empty((active, hidden.shape[1]))
     weight = row_weight.to(acc)
     if row_index is not None:
         weight = weight.masked_fill(row_index < 0, 0)
     shared: dict[str, Any] = dict(
-        active=active, loss=loss, drows=drows, dhead=dhead if dhead is None else dhead[:vocab], accumulate=accumulate,
+        active=active, loss=loss, dhead=dhead if dhead is None else dhead[:vocab], accumulate=accumulate,
         need_grad=need_grad, options=LossOptions(temperature, softcap, tail),
     )  # fmt: skip
     if use_triton(op, hidden, backend):
@@ -229,6 +226,7 @@ def head_topk_kl_fwd_bwd(
 
         topk_ids, topk_probs = (t if t.stride(-1) == 1 else t.contiguous() for t in (topk_ids, topk_probs))
         weight = weight.contiguous()  # an expanded one too
+        row_index = row_index if row_index is None else row_index.contiguous()
         if slab is None:
             wanted = chunk_rows or min(CHUNK_ROWS, max(active, 1))
             slab = new_slab(wanted, vocab, logits_dtype, hidden.device)
@@ -236,19 +234,22 @@ def head_topk_kl_fwd_bwd(
             grad_scale = torch.full((), grad_scale, dtype=torch.float64, device=hidden.device)
         with launching_on(hidden):
             head_topk_kl_slab(
-                hidden, head, topk_ids, topk_probs, weight, row_index, grad_scale=grad_scale, slab=slab, **shared
-            )
+                hidden, head, topk_ids, topk_probs, weight, row_index, grad_scale=grad_scale, slab=slab,
+                dhidden=dhidden, **shared,
+            )  # fmt: skip
     else:
+        drows = dhidden
+        if dhidden is not None and row_index is not None:  # collected, and placed once at the end
+            drows = hidden.new_empty((active, hidden.shape[1]))
         head_topk_kl_torch(
             hidden, head, topk_ids, topk_probs, weight, row_index, grad_scale=grad_scale, chunk_rows=chunk_rows,
-            logits_dtype=logits_dtype, **shared,
+            logits_dtype=logits_dtype, drows=drows, **shared,
         )  # fmt: skip
-
-    if dhidden is not None and drows is not None:
-        if row_index is None:
-            dhidden[active:].zero_()
-        else:
-            _place_rows(dhidden, drows, row_index[:active])
+        if dhidden is not None and drows is not None:
+            if row_index is None:
+                dhidden[active:].zero_()
+            else:
+                _place_rows(dhidden, drows, row_index[:active])
     # A row that does not count has loss 0, but its weight may be anything.
     counted = torch.where(loss == 0, 0.0, row_weight.to(torch.float64) * loss.to(torch.float64))
     return HeadLoss(loss, counted.sum())

@@ -20,7 +20,7 @@ from cortiq_kernels.ops.linear import linear_bwd_w, linear_bwd_x
 from cortiq_kernels.ops.rms_norm import RmsNormSaved, add_rms_norm_bwd
 from cortiq_kernels.ops.swiglu import swiglu_mlp_bwd
 from cortiq_kernels.step.buffers import Buffers, LayerSlots, cut, mixer_widths
-from cortiq_kernels.step.forward import Sequences, attn_dims, attn_vectors, gdn_dims, mixer_in, mixer_out, norm_forward
+from cortiq_kernels.step.forward import Sequences, attn_dims, attn_vectors, gdn_dims, mixer_in, mixer_out
 
 
 def backward(
@@ -41,12 +41,10 @@ def backward(
     Masks belong to a visit, so to the (virtual) layers as they run.
     """
     g = w.geometry
-    buf.dx.zero_()
-    norm_backward(w, "final_norm", dhidden, buf.final_norm, buf.dx, accumulate)
+    norm_backward(w, "final_norm", dhidden, buf.final_norm, buf.dx, accumulate, add_dx=False)
     for i in reversed(range(stop, g.n_virtual)):
         if g.norm_after(i):
-            buf.dn.copy_(buf.dx)
-            norm_backward(w, "final_norm", buf.dn, buf.loop_norms[i], buf.dx.zero_(), accumulate=True)
+            norm_backward(w, "final_norm", buf.dx, buf.loop_norms[i], buf.dx, accumulate=True, add_dx=False)
         mask = masks.get(i) if masks else None
         dmask = dmasks.get(i) if dmasks else None
         again = accumulate or i + g.n_layers < g.n_virtual
@@ -90,29 +88,29 @@ def layer_backward(
         accumulate=accumulate_mask,
     )
     weight_grad(w, at + "down", dx, act, accumulate)
-    if w.grad(at + "gate_up") is not None:
-        norm_forward(w, at + "post_norm", s.x_mlp, None, out=s.n_mlp)
-    weight_grad(w, at + "gate_up", dgate_up, s.n_mlp, accumulate)
     dn = linear_bwd_x(dgate_up, w[at + "gate_up"], out=buf.dn)
-    norm_backward(w, at + "post_norm", dn, s.norm_mlp, dx, accumulate)
+    again = s.n_mlp if w.grad(at + "gate_up") is not None else None
+    norm_backward(w, at + "post_norm", dn, s.norm_mlp, dx, accumulate, again=again)
+    weight_grad(w, at + "gate_up", dgate_up, s.n_mlp, accumulate)
 
     if not buf.through_mixer(i):
         return
     p, o = mixer_widths(g, i)
-    out_name = at + mixer_out(g, i)
-    dmix = linear_bwd_x(dx, w[out_name], out=cut(buf.dmix, o))
-    if w.grad(at + mixer_in(g, i)) is not None:
-        norm_forward(w, at + "input_norm", s.x_mix, None, out=s.n_mix)
+    in_name, out_name = at + mixer_in(g, i), at + mixer_out(g, i)
+    dmix, dproj = linear_bwd_x(dx, w[out_name], out=cut(buf.dmix, o)), cut(buf.dproj, p)
     mix_backward = attn_backward if g.is_full(i) else gdn_backward
-    dn = mix_backward(w, s, at, dmix, cut(buf.dproj, p), buf.dn, seqs, accumulate)
+    mix_backward(w, s, at, dmix, dproj, seqs, accumulate)
     weight_grad(w, out_name, dx, s.mix, accumulate)
-    norm_backward(w, at + "input_norm", dn, s.norm_mix, dx, accumulate)
+    dn = linear_bwd_x(dproj, w[in_name], out=buf.dn)
+    again = s.n_mix if w.grad(in_name) is not None else None
+    norm_backward(w, at + "input_norm", dn, s.norm_mix, dx, accumulate, again=again)
+    weight_grad(w, in_name, dproj, s.n_mix, accumulate)
 
 
 def gdn_backward(
-    w: Weights, s: LayerSlots, at: str, dmix: Tensor, dproj: Tensor, dn: Tensor, seqs: Sequences, accumulate: bool
-) -> Tensor:
-    """dmix [N, O] -> gradient of the normed input, in `dn`; the mixer's and the projection's gradients; s.mix again."""
+    w: Weights, s: LayerSlots, at: str, dmix: Tensor, dproj: Tensor, seqs: Sequences, accumulate: bool
+) -> None:
+    """dmix [N, O] -> dproj [N, P], the gradient of the projection's output; the mixer's gradients; s.mix again."""
     gdn_mixer_bwd(
         dmix,
         s.mixer,
@@ -133,14 +131,12 @@ def gdn_backward(
         accumulate=accumulate,
         index=seqs.index,
     )
-    weight_grad(w, at + "in_proj", dproj, s.n_mix, accumulate)
-    return linear_bwd_x(dproj, w[at + "in_proj"], out=dn)
 
 
 def attn_backward(
-    w: Weights, s: LayerSlots, at: str, dmix: Tensor, dproj: Tensor, dn: Tensor, seqs: Sequences, accumulate: bool
-) -> Tensor:
-    """dmix [N, O] -> gradient of the normed input, in `dn`; the mixer's and the projection's gradients."""
+    w: Weights, s: LayerSlots, at: str, dmix: Tensor, dproj: Tensor, seqs: Sequences, accumulate: bool
+) -> None:
+    """dmix [N, O] -> dproj [N, P], the gradient of the projection's output; the mixer's gradients."""
     q_norm, k_norm, bias = attn_vectors(w, at)
     attention_mixer_bwd(
         dmix,
@@ -162,16 +158,32 @@ def attn_backward(
         accumulate=accumulate,
         index=seqs.index,
     )
-    weight_grad(w, at + "qkv_proj", dproj, s.n_mix, accumulate)
-    return linear_bwd_x(dproj, w[at + "qkv_proj"], out=dn)
 
 
-def norm_backward(w: Weights, name: str, dn: Tensor, saved: RmsNormSaved, dx: Tensor, accumulate: bool) -> None:
-    """dx `+=` the gradient through the norm called `name`, and the norm's own when it trains."""
-    centered = w.geometry.zero_centered
+def norm_backward(
+    w: Weights,
+    name: str,
+    dn: Tensor,
+    saved: RmsNormSaved,
+    dx: Tensor,
+    accumulate: bool,
+    *,
+    add_dx: bool = True,
+    again: Tensor | None = None,
+) -> None:
+    """dx `+=` (`=` without `add_dx`) the gradient through the norm called `name`, and the norm's own when it trains.
+    `again` receives the norm's output once more, for the weight gradient that reads it."""
     add_rms_norm_bwd(
-        dn, saved, w[name], dx=dx, zero_centered=centered, dweight=w.grad(name), accumulate=accumulate
-    )  # fmt: skip
+        dn,
+        saved,
+        w[name],
+        dx=dx,
+        zero_centered=w.geometry.zero_centered,
+        dweight=w.grad(name),
+        accumulate=accumulate,
+        add_dx=add_dx,
+        out=again,
+    )
 
 
 def weight_grad(w: Weights, name: str, dy: Tensor, x: Tensor, accumulate: bool) -> None:
