@@ -18,7 +18,8 @@ OPS = (
     "topk_softmax", "embedding", "adam", "gram",
 )  # fmt: skip
 GATED_DELTA = ("gdn_mixer", "chunk_gated_delta_rule")
-WITH_KERNELS = (*GATED_DELTA, "head_topk_kl", "topk_softmax")  # on CUDA tensors below float64
+# on CUDA tensors below float64
+WITH_KERNELS = (*GATED_DELTA, "head_topk_kl", "topk_softmax", "add_rms_norm", "embedding")
 
 
 def collect() -> dict[str, Any]:
@@ -42,6 +43,7 @@ def _op(op: str, no_gpu: str | None, no_triton: str | None) -> dict[str, Any]:
     """What tensors of either device get, why, and what would change it. `cuda` is None where there is no GPU."""
     from cortiq_kernels import native
     from cortiq_kernels.ops.gated_delta.layout import MAX_HEAD
+    from cortiq_kernels.ops.rms_norm import MAX_WIDTH
 
     cuda, reason, change = "torch", "explicit torch forward and backward", "nothing yet: it has no kernel of its own"
     cpu_reason = reason
@@ -55,6 +57,10 @@ def _op(op: str, no_gpu: str | None, no_triton: str | None) -> dict[str, Any]:
         else:
             cuda, reason = "triton", "Triton kernels"
             change = "float64 tensors take torch, and so does backend='torch'"
+            if op == "add_rms_norm":
+                change += f"; rows of up to {MAX_WIDTH} elements without gaps take them"
+            if op == "embedding":
+                reason = "the gather through torch, the gradient by Triton kernels"
             if op in GATED_DELTA:
                 change = f"bf16 and f16 tensors with heads of up to {MAX_HEAD} take them; others may take torch"
     cpu = "torch"

@@ -19,9 +19,16 @@ def inputs(sizes: Sizes, dtype: torch.dtype, device: torch.device, gen: torch.Ge
 def calls(t: Inputs, sizes: Sizes) -> Calls:
     ids, weight, dy = t["ids"], t["weight"], t["dy"]
     y, dweight = blank(dy.shape, dy), blank(weight.shape, weight, acc_dtype(weight.dtype))
+    total = torch.zeros_like(dweight)
+
+    def add() -> Results:  # what a table that is also the head gets: nothing is zeroed, and the sums differ by run
+        embedding_bwd(dy, ids, out=total, accumulate=True)
+        return {}
+
     return {
         "fwd": lambda: {"y": embedding_fwd(ids, weight, out=y)},
         "bwd": lambda: {"dweight": embedding_bwd(dy, ids, out=dweight)},
+        "bwd+=": add,
     }
 
 
@@ -34,6 +41,7 @@ def work(sizes: Sizes, dtype: torch.dtype) -> dict[str, Work]:
     return {
         "fwd": Work(0, 2 * n * h * e + 8 * n),
         "bwd": Work(0, n * h * e + 8 * n + sizes["vocab"] * h * acc_dtype(dtype).itemsize),
+        "bwd+=": Work(0, n * h * (e + 2 * acc_dtype(dtype).itemsize) + 8 * n),  # were every id another
     }
 
 

@@ -11,10 +11,10 @@ Maths
 | y, dy | [N, H] | working |
 | dw | [V, H] | f32 (f64 for f64) |
 
-Precision and order: dy is added in f32 (f64 for f64), in the order of n on the CPU; on CUDA the ids are sorted (stably),
-and one program sums the tokens of an id, a few at a time in the order of n: no atomics, so the same inputs give the
-same bits, and nothing waits for the device. Rows of dw that no id names get 0 (`=`) or stay (`+=`). Padding tokens
-are gathered like any other, and their gradient counts; they add nothing when dy is 0 there.
+Precision and order: dy is added in f32 (f64 for f64), in the order of n on the CPU. On CUDA the ids are sorted, stably,
+and one program sums the tokens of an id in the order of n, a few at a time: no atomics, so the same inputs give the
+same bits, and nothing waits for the device. Rows of dw that no id names get 0 (`=`) or stay (`+=`). Padding tokens are
+gathered like any other, and their gradient counts; they add nothing when dy is 0 there.
 An id outside [0, V) is an IndexError on the CPU, before anything is written. On CUDA, where the host reads no ids, it
 is a device-side assertion in the forward; the backward trusts ids that went through the forward.
 """

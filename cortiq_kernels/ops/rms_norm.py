@@ -37,8 +37,7 @@ from torch import Tensor
 from cortiq_kernels.ops import checks
 from cortiq_kernels.ops.triton_gate import launching_on, use_triton
 
-
-_MAX_WIDTH = 16384  # of a row that a kernel takes
+MAX_WIDTH = 16384  # of a row that a kernel takes
 
 
 class RmsNormSaved(NamedTuple):
@@ -181,9 +180,9 @@ def add_rms_norm_bwd(
 
 
 def _unfit(x: Tensor, *others: Tensor | None) -> str:
-    """Why the kernels do not take these tensors; "" when they do, or when nobody asks (a CPU without Triton)."""
-    if x.shape[1] > _MAX_WIDTH:
-        return f"rows of {x.shape[1]} elements; a program holds one of up to {_MAX_WIDTH}"
+    """Why the kernels do not take these tensors; "" when they do."""
+    if x.shape[1] > MAX_WIDTH:
+        return f"rows of {x.shape[1]} elements; a program holds one of up to {MAX_WIDTH}"
     if any(t is not None and t.shape[-1] > 1 and t.stride(-1) != 1 for t in (x, *others)):
         return "the elements of a row, or of the weight, do not lie beside one another"
     return ""

@@ -84,6 +84,21 @@ def test_accumulate_and_skip(rng):
     assert bits(without) == bits(dx)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero_centered", [True, False])
+def test_dx_without_what_was_there_and_the_norm_again(dtype, zero_centered, rng):
+    x, r, weight, dn, dx = make(9, 17, dtype, rng)
+    kw = dict(zero_centered=zero_centered)
+    y, saved = add_rms_norm_fwd(x, r, weight, EPS, **kw)
+    want, dw = torch.zeros_like(dx), nan(17, dtype=weight.dtype)
+    add_rms_norm_bwd(dn, saved, weight, dx=want, dweight=dw, **kw)
+    got, again, own = nan(9, 17, dtype=dtype), nan(9, 17, dtype=dtype), nan(17, dtype=weight.dtype)
+    add_rms_norm_bwd(dn, saved, weight, dx=got, dweight=own, add_dx=False, out=again, **kw)
+    assert torch.equal(got, want) and bits(again, own) == bits(y, dw)
+    add_rms_norm_bwd(dn, saved, weight, dx=dn, dweight=own, add_dx=False, **kw)  # in place
+    assert torch.equal(dn, want) and bits(own) == bits(dw)
+
+
 def test_strided_and_expanded(rng):
     wide = torch.randn(5, 20, generator=rng, dtype=torch.float64)
     weight = torch.randn(6, generator=rng, dtype=torch.float64)
@@ -147,6 +162,10 @@ def test_errors():
         add_rms_norm_bwd(x, saved, w, dx=torch.zeros(2, 5))
     with pytest.raises(ValueError, match="add_rms_norm_bwd: dweight must be"):
         add_rms_norm_bwd(x, saved, w, dx=torch.zeros(2, 4), dweight=torch.zeros(5))
+    with pytest.raises(ValueError, match="add_rms_norm_bwd: dx must be apart from dn"):
+        add_rms_norm_bwd(x, saved, w, dx=x)
+    with pytest.raises(ValueError, match="add_rms_norm_bwd: out must be apart from dx"):
+        add_rms_norm_bwd(x + 1, saved, w, dx=(dx := torch.zeros(2, 4)), out=dx)
     dx = torch.zeros(2, 4)
     with pytest.raises(ValueError, match="dweight must be a tensor whose elements do not share memory"):
         add_rms_norm_bwd(x + 1, saved, w, dx=dx, dweight=torch.zeros(1).expand(4))
