@@ -20,7 +20,7 @@ class Variant(NamedTuple):
 
 def variants(arch: int) -> list[Variant]:
     """Every variant that the ops launch on sm_<arch>, up to sizes."""
-    return head_variants() + gated_delta_variants(arch) + norm_variants(arch) + rows_variants(arch)
+    return head_variants() + gated_delta_variants(arch) + norm_variants(arch) + rows_variants(arch) + parts_variants()
 
 
 def head_variants() -> list[Variant]:
@@ -164,8 +164,6 @@ def norm_variants(arch: int) -> list[Variant]:
                 (norm.norm_bwd_kernel, "bwd final", {**shared, "ADD": False, "AGAIN": False, "WEIGHT": True}),
                 (norm.norm_bwd_kernel, "bwd frozen", {**shared, "ADD": True, "AGAIN": False, "WEIGHT": False}),
             ]
-        if dtype == "bf16":
-            flags.append((norm.norm_sum_kernel, "sum", {"H": h, "ADD": True}))
         for kernel, name, constexprs in flags:
             launch = norm.shape_of(h, name.split()[0], arch)
             launch.pop("PROGRAMS", None)
@@ -200,6 +198,22 @@ def rows_variants(arch: int) -> list[Variant]:
             out.append(
                 Variant(f"rows {name} {dtype} {h}", kernel, types, constexprs | launch, warps, stages, 0, aligned)
             )
+    return out
+
+
+def parts_variants() -> list[Variant]:
+    """Sums of a small gradient's parts."""
+    from cortiq_kernels.ops import parts_triton
+
+    out = []
+    for parts, width in ((528, 1024), (2112, 128), (64, 24576)):
+        made: dict[str, Any] = {"ADD": True, **parts_triton.shape_of(parts, width)}
+        warps = made.pop("num_warps")
+        types = {"part_ptr": "*fp32", "out_ptr": "*fp32", "parts": "i32", "width": "i32", "stride": "i32"}
+        aligned = ("part_ptr", "out_ptr", "width", "stride")
+        out.append(
+            Variant(f"parts {parts} of {width}", parts_triton.parts_kernel, types, made, warps, aligned=aligned)
+        )
     return out
 
 

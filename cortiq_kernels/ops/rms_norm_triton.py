@@ -3,8 +3,8 @@
 `norm_kernel`        ROWS rows a program: reads x and r, writes x̃, n and rstd
 `norm_bwd_kernel`    program p of P walks row groups p, p + P, ..: reads dn, x̃ (and dx), writes dx (and n again), and
                      keeps its share of dw in registers, one float32 a column; a share lands in a row of [P, H]
-`norm_sum_kernel`    sums the shares, in their order
 
+The shares are summed in their order by `parts_triton.py`.
 Which rows a program takes and how a row's sum is split depend on the width and the configuration alone, and nothing is
 added by atomics: the same inputs give the same bits. With AHEAD the next rows are on their way while a group is worked
 on.
@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cortiq_kernels.ops import configs, jit
+from cortiq_kernels.ops.parts_triton import sum_parts
 
 NARROW = 1024  # narrower rows are taken several at a time, as if this wide
 
@@ -160,36 +161,11 @@ def norm_bwd_kernel(
         tl.store(part_ptr + tl.program_id(0) * H + cols, total, mask=cols < H)
 
 
-@jit.kernel
-def norm_sum_kernel(
-    part_ptr,  # [P, H] f32
-    dw_ptr,  # [H] f32
-    parts,
-    H: tl.constexpr,
-    ADD: tl.constexpr,
-    PARTS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    """dw `=` or `+=` the sum of the shares, COLS columns a program."""
-    cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    total = tl.zeros([PARTS, COLS], tl.float32)
-    for first in range(0, parts, PARTS):
-        part = first + tl.arange(0, PARTS)
-        inside = (part < parts)[:, None] & (cols < H)[None, :]
-        total += tl.load(part_ptr + part[:, None] * H + cols[None, :], mask=inside, other=0.0)
-    dw = tl.sum(total, 0)
-    if ADD:
-        dw += tl.load(dw_ptr + cols, mask=cols < H, other=0.0)
-    tl.store(dw_ptr + cols, dw, mask=cols < H)
-
-
 def shape_of(width: int, kernel: str, arch: int | None = None) -> dict[str, int]:
     """Launch configuration for rows of `width`: ROWS, W, num_warps, num_stages, and PROGRAMS of the backward."""
     w = max(16, triton.next_power_of_2(width))
     found = dict(configs.launch("rms_norm", max(w, NARROW), kernel, arch))
-    if kernel != "sum":
-        found |= {"ROWS": found["ROWS"] * max(1, NARROW // w), "W": w}
-    return found
+    return found | {"ROWS": found["ROWS"] * max(1, NARROW // w), "W": w}
 
 
 def forward(
@@ -235,5 +211,4 @@ def backward(
         H=h, ADD=add_dx, AGAIN=out is not None, WEIGHT=dweight is not None, ZERO_CENTERED=centered, **launch,
     )  # fmt: skip
     if dweight is not None:
-        launch = shape_of(h, "sum")
-        norm_sum_kernel[(triton.cdiv(h, launch["COLS"]),)](parts, dweight, programs, H=h, ADD=accumulate, **launch)
+        sum_parts(parts, dweight, accumulate)

@@ -1,4 +1,4 @@
-"""Rows moved by an index, under Triton's interpreter: gather, scatter, and the embedding's gradient."""
+"""Rows moved by an index and sums of parts, under Triton's interpreter: gather, scatter, the embedding's gradient."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ops_close import bits, nan, same
 
 from cortiq_kernels.ops import rows_triton
 from cortiq_kernels.ops.embedding import embedding_bwd
+from cortiq_kernels.ops.parts_triton import sum_parts
 
 pytestmark = [pytest.mark.interpret, pytest.mark.skipif(bool(unfit()), reason=unfit())]
 F32, F16 = torch.float32, torch.float16
@@ -73,3 +74,19 @@ def test_scatter(r, n, h, rng):
         with addresses_checked():
             rows_triton.scatter(rows, factor if scaled else None, index, out)
         assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("p,shape,gaps", [(1, (5,), 0), (33, (16,), 3), (700, (17,), 0), (20, (1030, 4), 0)])
+def test_sum_of_parts(p, shape, gaps, rng):
+    parts = torch.randn(p, 1 + gaps, *shape, generator=rng)[:, 0]
+    want = parts.double().sum(0)
+    out = nan(*shape, dtype=F32)
+    with addresses_checked():
+        sum_parts(parts, out, False)
+        same(out, want, 1e-6)
+        sum_parts(parts, out, True)
+    same(out, 2 * want, 1e-6)
+    wide = nan(*shape, 2, dtype=F32)
+    sum_parts(parts, wide[..., 0], False)
+    same(wide[..., 0], want, 1e-6)
+    assert wide[..., 1].isnan().all()

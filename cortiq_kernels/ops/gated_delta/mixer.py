@@ -234,6 +234,8 @@ def gdn_mixer_bwd(
         return dproj
     positions = token_positions(op, cu_seqlens, n, index)
     if not isinstance(saved, GdnSaved):
+        from cortiq_kernels.ops.parts_triton import sum_parts
+
         from .mixer_triton import mixer_bwd
 
         weights = (conv_weight, A_log, dt_bias, norm_weight)
@@ -249,7 +251,7 @@ def gdn_mixer_bwd(
             out.copy_(again)
         for grad, part in zip((dconv, dA_log, ddt_bias, dnorm), parts, strict=True):
             if grad is not None:
-                _write(grad, part.sum(0), accumulate)
+                sum_parts(part, grad, accumulate)
         return dproj
     positions = positions.view(-1, length)  # [B, T]
     front = _front(proj, conv_weight, A_log, dt_bias, positions, dims)
