@@ -107,7 +107,7 @@ def add_rms_norm_fwd(
 
         rstd = x.new_empty((x.shape[0],), dtype=weight.dtype)
         with launching_on(x):
-            rms_norm_triton.forward(x, r, weight, eps, x_out, out, rstd, zero_centered)
+            rms_norm_triton.norm_fwd(x, r, weight, eps, x_out, out, rstd, zero_centered)
         return out, RmsNormSaved(x_out, rstd)
     if r is not None:
         torch.add(x, r, out=x_out)
@@ -157,7 +157,7 @@ def add_rms_norm_bwd(
         from cortiq_kernels.ops import rms_norm_triton
 
         with launching_on(x):
-            rms_norm_triton.backward(
+            rms_norm_triton.norm_bwd(
                 dn, x, rstd, weight, dx, out, dweight, centered=zero_centered, add_dx=add_dx, accumulate=accumulate
             )
         return

@@ -168,7 +168,7 @@ def shape_of(width: int, kernel: str, arch: int | None = None) -> dict[str, int]
     return found | {"ROWS": found["ROWS"] * max(1, NARROW // w), "W": w}
 
 
-def forward(
+def norm_fwd(
     x: Tensor, r: Tensor | None, weight: Tensor, eps: float, x_out: Tensor, out: Tensor, rstd: Tensor, centered: bool
 ) -> None:
     """The forward of `add_rms_norm_fwd` into x_out, out and rstd; `x_out` is not written where it is x and r None."""
@@ -183,7 +183,7 @@ def forward(
     )  # fmt: skip
 
 
-def backward(
+def norm_bwd(
     dn: Tensor,
     x: Tensor,
     rstd: Tensor,
