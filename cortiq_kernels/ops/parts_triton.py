@@ -13,9 +13,8 @@ from torch import Tensor
 from cortiq_kernels.ops import jit
 from cortiq_kernels.ops.triton_gate import launching_on
 
-MOST = 512  # parts at a time
-WIDE = 4096  # columns from which on a program takes more of them
-WARPS = 8
+COLS = 16  # 64 bytes of a row
+WIDE = 2048  # columns from which on there are programs enough, and each takes few parts at a time
 
 
 @jit.kernel
@@ -43,9 +42,9 @@ def parts_kernel(
 
 
 def shape_of(parts: int, width: int) -> dict[str, int]:
-    """The tile of a program: PARTS and COLS (64 bytes or more of a row), and its warps."""
-    at_a_time = min(MOST, max(16, triton.next_power_of_2(parts)))
-    return {"PARTS": at_a_time, "COLS": 16 if width < WIDE else 64 * 64 // min(at_a_time, 256), "num_warps": WARPS}
+    """The tile of a program, and its warps."""
+    most, warps = (64, 4) if width >= WIDE else (512, 8)
+    return {"PARTS": min(most, max(16, triton.next_power_of_2(parts))), "COLS": COLS, "num_warps": warps}
 
 
 def sum_parts(parts: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -58,6 +57,6 @@ def sum_parts(parts: Tensor, out: Tensor, accumulate: bool) -> None:
     flat = parts.flatten(1)
     shape = shape_of(*flat.shape)
     with launching_on(out):
-        parts_kernel[(triton.cdiv(out.numel(), shape["COLS"]),)](
+        parts_kernel[(triton.cdiv(out.numel(), COLS),)](
             flat, out, flat.shape[0], out.numel(), flat.stride(0), ADD=accumulate, **shape
         )
