@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cortiq_kernels.ops import configs
+from cortiq_kernels.ops import configs, jit
 from cortiq_kernels.ops.triton_gate import launching_on
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -40,7 +40,7 @@ def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp2(-x * LOG2E))
 
 
-@triton.jit(do_not_specialize=["n"])
+@jit.kernel(do_not_specialize=["n"])
 def fwd_kernel(
     gate_up_ptr,  # [N, 2F], row stride gate_up_stride
     mask_ptr,  # [F] f32 or None
@@ -100,7 +100,7 @@ def fwd_kernel(
         tl.store(square_ptr + place, tl.sum(total_square, 0), mask=cols < f)
 
 
-@triton.jit(do_not_specialize=["n"])
+@jit.kernel(do_not_specialize=["n"])
 def bwd_kernel(
     dact_ptr,  # [N, F], row stride dact_stride
     gate_up_ptr,  # [N, 2F], row stride gate_up_stride
@@ -167,7 +167,7 @@ def bwd_kernel(
         tl.store(dmask_ptr + part.to(tl.int64) * f + cols, tl.sum(total, 0), mask=cols < f)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@jit.kernel(do_not_specialize=["parts"])
 def sum_kernel(
     part_ptr,  # [P, F] f32
     out_ptr,  # [F] f32 out or None: `=`, or `+=` with ADD
@@ -232,7 +232,7 @@ def launch_fwd(
         )  # fmt: skip
         for part, out in ((part_abs, sum_abs), (part_square, sum_square)):
             if part is not None:
-                _sum(gate_up, part, out, None, None, accumulate)
+                add_parts(gate_up, part, out, None, None, accumulate)
 
 
 def launch_bwd(
@@ -256,12 +256,13 @@ def launch_bwd(
             dact.stride(0), gate_up.stride(0), dgate_up.stride(0), act.stride(0), _stride(mask), **config,
         )  # fmt: skip
         if part is not None:
-            _sum(gate_up, part, dmask, mask, mask_dmask, accumulate)
+            add_parts(gate_up, part, dmask, mask, mask_dmask, accumulate)
 
 
-def _sum(
+def add_parts(
     gate_up: Tensor, part: Tensor, out: Tensor | None, mask: Tensor | None, product: Tensor | None, accumulate: bool
 ) -> None:
+    """The sum of `part` [P, F] into `out`, and times `mask` into `product`, where these are not None."""
     parts, f = part.shape
     config = configs.launch("swiglu", 8 * gate_up.element_size(), "sum")
     sum_kernel[(triton.cdiv(f, config["COLS"]),)](
