@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         for row in measure_shape(sizes, dtype, device, args):
             print(
-                f"  {row['part']:8} {row['who']:40}{row['median_ms']:9.4f} ms  {row['of_products']:6.3f} x products",
+                f"  {row['part']:8} {row['who']:40}{row['median_ms']:9.4f} ms  {row['of_products']:6.3f} x products"
+                f"{row['of_ours']:8.3f} x {OURS}",
                 flush=True,
             )
             results.append({"shape": shape, "sizes": sizes, "dtype": name, **row})

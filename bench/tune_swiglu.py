@@ -9,6 +9,7 @@ rounding is left out. The best by its geometric mean over the shapes is printed 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         calls: dict[str, Callable] = {"fwd": made["fwd"], "bwd": made["bwd"], "sum": add}
         if args.compile:
-            jit.compile_ahead(lambda calls=calls: every(calls, tried, args.kernels, bits))
+            jit.compile_ahead(functools.partial(every, calls, tried, args.kernels, bits))
             return 0
         for kernel in args.kernels:
             want = {k: x.double() for k, x in calls[kernel]().items()}
