@@ -43,7 +43,7 @@ def gone(c, g, name):
     if kind not in ("gate_up", "down"):
         return None
     rest = torch.ones(g.intermediate[layer], dtype=torch.bool)
-    rest[c.keep[layer]] = False
+    rest[c.keep[layer].cpu()] = False
     index = rest.nonzero().flatten()
     return (1, index) if kind == "down" else (0, torch.cat([index, index + g.intermediate[layer]]))
 
