@@ -84,7 +84,8 @@ def swiglu_variants(arch: int) -> list[Variant]:
     for dtype, bits in (("bf16", 16), ("fp16", 16), ("fp32", 32)):
         for kernel, name in ((swiglu.fwd_kernel, "fwd"), (swiglu.bwd_kernel, "bwd"), (swiglu.sum_kernel, "sum")):
             for full in (True, False) if name != "sum" else (True,):
-                launch = dict(configs.launch("swiglu", bits, name, arch))
+                chosen = "fwd_sums" if full and name == "fwd" else name
+                launch = dict(configs.launch("swiglu", bits, chosen, arch))
                 warps, stages = launch.pop("num_warps"), launch.pop("num_stages")
                 made = launch | ({} if full else {n: None for n in kernel.arg_names if n in sums})
                 made |= {"mask_stride": 1, "out_stride": 1, "product_stride": 1, "ADD": True}

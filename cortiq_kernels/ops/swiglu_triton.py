@@ -29,9 +29,28 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _tile(ptr, at, here, f):
-    """Gate and up [ROWS, COLS] as stored, side by side in a row."""
-    return tl.load(ptr + at, mask=here, other=0.0), tl.load(ptr + f + at, mask=here, other=0.0)
+def _load(ptr, at, here, LAST_USE: tl.constexpr):
+    """A tile [ROWS, COLS] as stored, 0 where there is none; LAST_USE: what is written may have its place in the L2."""
+    if LAST_USE:
+        return tl.load(ptr + at, mask=here, other=0.0, eviction_policy="evict_first")
+    return tl.load(ptr + at, mask=here, other=0.0)
+
+
+@triton.jit
+def _tile(ptr, at, here, f, LAST_USE: tl.constexpr):
+    """Gate and up, side by side in a row."""
+    return _load(ptr, at, here, LAST_USE), _load(ptr + f, at, here, LAST_USE)
+
+
+@triton.jit
+def _place(n, f, ROWS: tl.constexpr, COLS: tl.constexpr, STEPS: tl.constexpr, UP: tl.constexpr):
+    """(part, its first row, the row after its last, columns [COLS]) of this program; UP: the last rows first."""
+    strips = tl.cdiv(f, COLS)
+    part = tl.program_id(0) // strips
+    if UP:
+        part = tl.cdiv(n, ROWS * STEPS) - 1 - part
+    first = part * (ROWS * STEPS)
+    return part, first, tl.minimum(first + ROWS * STEPS, n), (tl.program_id(0) % strips) * COLS + tl.arange(0, COLS)
 
 
 @triton.jit
@@ -56,14 +75,12 @@ def fwd_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STEPS: tl.constexpr,
+    UP: tl.constexpr,
+    LAST_USE: tl.constexpr,
 ):
     """act = silu(gate)·mask·up of one strip of columns and ROWS·STEPS rows."""
-    strips = tl.cdiv(f, COLS)
-    part = tl.program_id(0) // strips
-    cols = (tl.program_id(0) % strips) * COLS + tl.arange(0, COLS)
+    part, first, end, cols = _place(n, f, ROWS, COLS, STEPS, UP)
     exists = (cols < f)[None, :]
-    first = part * (ROWS * STEPS)
-    end = tl.minimum(first + ROWS * STEPS, n)
     row = tl.arange(0, ROWS)
     gate_up_ptr += first.to(tl.int64) * gate_up_stride
     act_ptr += first.to(tl.int64) * act_stride
@@ -72,11 +89,11 @@ def fwd_kernel(
         mask = tl.load(mask_ptr + cols * mask_stride, mask=cols < f, other=0.0)[None, :]
     total_abs = tl.zeros([ROWS, COLS], tl.float32)
     total_square = tl.zeros([ROWS, COLS], tl.float32)
-    gate_next, up_next = _tile(gate_up_ptr, read, (first + row < end)[:, None] & exists, f)
+    gate_next, up_next = _tile(gate_up_ptr, read, (first + row < end)[:, None] & exists, f, LAST_USE)
     for at in range(first, end, ROWS):
         gate, up = gate_next.to(tl.float32), up_next.to(tl.float32)
         gate_up_ptr += ROWS * gate_up_stride
-        gate_next, up_next = _tile(gate_up_ptr, read, (at + ROWS + row < end)[:, None] & exists, f)
+        gate_next, up_next = _tile(gate_up_ptr, read, (at + ROWS + row < end)[:, None] & exists, f, LAST_USE)
         act = _sigmoid(gate) * gate
         if mask_ptr is not None:
             act *= mask
@@ -118,14 +135,12 @@ def bwd_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STEPS: tl.constexpr,
+    UP: tl.constexpr,
+    LAST_USE: tl.constexpr,
 ):
     """dgate, dup, act again and dmask of one strip of columns and ROWS·STEPS rows."""
-    strips = tl.cdiv(f, COLS)
-    part = tl.program_id(0) // strips
-    cols = (tl.program_id(0) % strips) * COLS + tl.arange(0, COLS)
+    part, first, end, cols = _place(n, f, ROWS, COLS, STEPS, UP)
     exists = (cols < f)[None, :]
-    first = part * (ROWS * STEPS)
-    end = tl.minimum(first + ROWS * STEPS, n)
     row = tl.arange(0, ROWS)
     start = first.to(tl.int64)
     dact_ptr += start * dact_stride
@@ -138,15 +153,15 @@ def bwd_kernel(
         mask = tl.load(mask_ptr + cols * mask_stride, mask=cols < f, other=0.0)[None, :]
     total = tl.zeros([ROWS, COLS], tl.float32)
     here = (first + row < end)[:, None] & exists
-    gate_next, up_next = _tile(gate_up_ptr, read, here, f)
-    da_next = tl.load(dact_ptr + read_d, mask=here, other=0.0)
+    gate_next, up_next = _tile(gate_up_ptr, read, here, f, LAST_USE)
+    da_next = _load(dact_ptr, read_d, here, LAST_USE)
     for at in range(first, end, ROWS):
         gate, up, da = gate_next.to(tl.float32), up_next.to(tl.float32), da_next.to(tl.float32)
         gate_up_ptr += ROWS * gate_up_stride
         dact_ptr += ROWS * dact_stride
         ahead = (at + ROWS + row < end)[:, None] & exists
-        gate_next, up_next = _tile(gate_up_ptr, read, ahead, f)
-        da_next = tl.load(dact_ptr + read_d, mask=ahead, other=0.0)
+        gate_next, up_next = _tile(gate_up_ptr, read, ahead, f, LAST_USE)
+        da_next = _load(dact_ptr, read_d, ahead, LAST_USE)
         sig = _sigmoid(gate)
         silu = sig * gate
         act = silu
@@ -219,8 +234,8 @@ def launch_fwd(
 ) -> None:
     """Fill `act`, and the sums that are not None. N and F at least 1."""
     n, f = act.shape
-    config, parts = _config(gate_up, "fwd", n)
     wanted = [t for t in (sum_abs, sum_square) if t is not None]
+    config, parts = _config(gate_up, "fwd_sums" if wanted else "fwd", n)
     scratch = torch.empty((len(wanted), parts, f), dtype=torch.float32, device=act.device) if wanted else None
     pieces = iter(scratch) if scratch is not None else iter(())
     part_abs = next(pieces) if sum_abs is not None else None
