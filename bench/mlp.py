@@ -76,7 +76,7 @@ def measure_shape(sizes: Mapping[str, int], dtype: torch.dtype, device: torch.de
         OURS: with_total(mlp.calls(t, sizes)),
         HALF: with_total(mlp.calls(halved(t), sizes)),
     }
-    if args.cache:
+    if args.cache and device.type == "cuda":  # a CPU has no passes to choose for
         built |= {f"{OURS} {choice}": with_choice(built[OURS], dtype, choice) for choice in CACHE}
     if args.peers:
         for who, build in builders(mlp.ENTRY).items():

@@ -73,7 +73,8 @@ def products(t: Inputs, sizes: Sizes) -> Calls:
         torch.mm(dy, down, out=dact)
         weight(dy, act, ddown)
         weight(dgate_up, x, dup)
-        return {"dx": torch.mm(dgate_up, up, out=dx)}
+        torch.mm(dgate_up, up, out=dx)
+        return {"dx": dx, "dgate_up_weight": dup, "ddown_weight": ddown}
 
     return {"fwd": fwd, "bwd": bwd}
 
