@@ -20,7 +20,8 @@ class Variant(NamedTuple):
 
 def variants(arch: int) -> list[Variant]:
     """Every variant that the ops launch on sm_<arch>, up to sizes."""
-    return head_variants() + gated_delta_variants(arch) + norm_variants(arch) + rows_variants(arch) + parts_variants()
+    made = head_variants() + swiglu_variants(arch) + gated_delta_variants(arch)
+    return made + norm_variants(arch) + rows_variants(arch) + parts_variants()
 
 
 def head_variants() -> list[Variant]:
@@ -71,6 +72,31 @@ def head_variants() -> list[Variant]:
             }  # fmt: skip
             made = {"BITS": bits, "WITH_LSE": True, "TILES": 1024, "SORT": sort, "TILE": top.TILE, "GROUP": group}
             out.append(Variant(f"topk select {z} sort {sort}", top.select_kernel, types, made, warps))
+    return out
+
+
+def swiglu_variants(arch: int) -> list[Variant]:
+    """The gated MLP activation: with a mask and sums, as learned masks take it, and without, as healing does."""
+    from cortiq_kernels.ops import configs
+    from cortiq_kernels.ops import swiglu_triton as swiglu
+
+    out = []
+    sums = ("mask_ptr", "counted_ptr", "abs_ptr", "square_ptr", "dmask_ptr")
+    for dtype, bits in (("bf16", 16), ("fp16", 16), ("fp32", 32)):
+        for kernel, name in ((swiglu.fwd_kernel, "fwd"), (swiglu.bwd_kernel, "bwd"), (swiglu.sum_kernel, "sum")):
+            for full in (True, False) if name != "sum" else (True,):
+                chosen = "fwd_sums" if full and name == "fwd" else name
+                launch = dict(configs.launch("swiglu", bits, chosen, arch))
+                warps, stages = launch.pop("num_warps"), launch.pop("num_stages")
+                made = launch | ({} if full else {n: None for n in kernel.arg_names if n in sums})
+                made |= {"mask_stride": 1, "out_stride": 1, "product_stride": 1, "ADD": True}
+                made = {n: v for n, v in made.items() if n in kernel.arg_names}
+                types = _types(kernel, dtype, made)
+                types |= {n: t for n, t in {"counted_ptr": "*i1", "out_ptr": "*fp32"}.items() if n in types}
+                aligned = tuple(n for n, t in types.items() if t[0] == "*" or n == "f" or "stride" in n)
+                label = f"swiglu {name} {dtype}" + (" masked" if full and name != "sum" else "")
+                if (name, dtype) != ("sum", "fp16"):  # its tensors are float32; as for bf16
+                    out.append(Variant(label, kernel, types, made, warps, stages, aligned=aligned))
     return out
 
 
@@ -231,6 +257,7 @@ _F32 = {
     "factor_ptr",
 }
 _F32 |= {"g_ptr", "h0_ptr", "ht_ptr", "norm_ptr", "part_ptr", "rstd_ptr", "w_ptr", "weight_ptr"}
+_F32 |= {"mask_ptr", "dmask_ptr", "abs_ptr", "square_ptr", "product_ptr"}  # of swiglu's sums
 _INT = {"table_ptr": "*i32", "cu_ptr": "*i32", "offsets_ptr": "*i32", "pos_ptr": "*i64"}
 _INT |= {"ids_ptr": "*i32", "index_ptr": "*i32", "order_ptr": "*i64"}
 

@@ -87,13 +87,15 @@ def read_stats(state: AdamState, loss: Tensor) -> StepStats:
 
 @dataclass
 class Trainer:
-    """Owns the optimizer state and the buffers of `n` = batch * window tokens; `weights.trained` says what trains."""
+    """Owns the optimizer state and the buffers of `n` = batch * window tokens; `weights.trained` says what trains.
+    `masks`: as of `Evaluator`."""
 
     weights: Weights
     n: int
     max_seqlen: int
     options: AdamOptions = field(default_factory=AdamOptions)
     loss_scale: float = 1.0
+    masks: Mapping[int, Tensor] | None = None
 
     def __post_init__(self) -> None:
         w = self.weights
@@ -116,7 +118,9 @@ class Trainer:
                 f"Trainer: from_layer must be between train_from {w.train_from} and the {w.geometry.n_layers} layers; "
                 f"got {stop}; load the weights with a lower train_from="
             )
-        self.loss = mean_loss_and_gradients(w, buf, micros, self.rope, self.state.scale, stop=stop)
+        self.loss = mean_loss_and_gradients(
+            w, buf, micros, self.rope, self.state.scale, stop=stop, masks=self.masks
+        )  # fmt: skip
         return self.loss
 
     def step(

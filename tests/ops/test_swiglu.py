@@ -100,6 +100,45 @@ def test_dmask_accumulates_and_identity_with_down_proj(rng):
     same((wd * (dy.t() @ act)).sum(0), mask * (dmask - 3))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_that_rank_neurons(dtype, rng):
+    """Of act as it is written, in the rows that count, whatever the others hold; `=` and `+=`."""
+    gate_up, dact, mask = make(40, 7, dtype, rng)
+    counted = torch.rand(40, generator=rng) < 0.6
+    act = swiglu_mlp_fwd(gate_up, mask)
+    gate_up[~counted] = float("nan")
+    want = act[counted].to(mask.dtype).abs().sum(0), act[counted].to(mask.dtype).square().sum(0)
+    got = nan(7, dtype=mask.dtype), nan(7, dtype=mask.dtype)
+    sums = dict(sum_abs=got[0], sum_square=got[1], counted=counted)
+    swiglu_mlp_fwd(gate_up, mask, **sums)
+    for mine, exact in zip(got, want, strict=True):
+        same(mine, exact, 1e-12 if dtype == torch.float64 else 1e-5)
+    swiglu_mlp_fwd(gate_up, mask, **sums, accumulate=True)
+    for mine, exact in zip(got, want, strict=True):
+        same(mine, 2 * exact, 1e-12 if dtype == torch.float64 else 1e-5)
+
+
+def test_first_order_score_is_the_mask_times_its_gradient(rng):
+    gate_up, dact, mask = make(9, 5, torch.float32, rng)
+    dmask, product, alone = (torch.full((5,), 3.0) for _ in range(3))
+    swiglu_mlp_bwd(dact, gate_up, mask, dmask=dmask, mask_dmask=product, accumulate=True)
+    same(product - 3, mask * (dmask - 3), 1e-6)
+    swiglu_mlp_bwd(dact, gate_up, mask, mask_dmask=alone)
+    same(alone, product - 3, 1e-6)
+    no_mask = swiglu_mlp_bwd(dact, gate_up, dmask=dmask, mask_dmask=product)[2]
+    assert bits(no_mask) == bits(product)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_no_rows_have_no_sums(accumulate):
+    """A peer left them as they were allocated."""
+    empty = torch.zeros(0, 10)
+    sums = [torch.full((5,), 3.0) for _ in range(4)]
+    swiglu_mlp_fwd(empty, sum_abs=sums[0], sum_square=sums[1], accumulate=accumulate)
+    swiglu_mlp_bwd(empty[:, :5], empty, dmask=sums[2], mask_dmask=sums[3], accumulate=accumulate)
+    assert all((s == (3 if accumulate else 0)).all() for s in sums)
+
+
 def test_buffers_may_be_the_inputs(rng):
     gate_up, dact, mask = make(7, 9, torch.bfloat16, rng)
     want = bits(*swiglu_mlp_bwd(dact, gate_up, mask)[:2])
@@ -157,6 +196,18 @@ def test_errors():
         swiglu_mlp_bwd(torch.zeros(8, 3, dtype=torch.float64), gate_up)
     with pytest.raises(ValueError, match=r"dmask must be \[3\]"):
         swiglu_mlp_bwd(torch.zeros(8, 3), gate_up, dmask=torch.zeros(4))
+    with pytest.raises(ValueError, match=r"sum_abs must be \[3\]; got \(6,\)"):
+        swiglu_mlp_fwd(gate_up, sum_abs=torch.zeros(6))
+    with pytest.raises(ValueError, match="mask_dmask must be a tensor whose elements do not share memory"):
+        swiglu_mlp_bwd(torch.zeros(8, 3), gate_up, mask_dmask=torch.zeros(1).expand(3))
+    with pytest.raises(ValueError, match=r"counted must be \[8\]; got \(3,\); it says of every row"):
+        swiglu_mlp_fwd(gate_up, counted=torch.zeros(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="counted must be bool; got torch.float32"):
+        swiglu_mlp_fwd(gate_up, counted=torch.zeros(8))
+    with pytest.raises(ValueError, match="backend must be one of"):
+        swiglu_mlp_fwd(gate_up, backend="cuda")
+    with pytest.raises(ValueError, match="backend must be one that can run here; got 'triton', but a CPU tensor"):
+        swiglu_mlp_bwd(torch.zeros(8, 3), gate_up, backend="triton")
 
 
 @pytest.mark.gpu
