@@ -20,7 +20,7 @@ from cortiq_kernels.data.batches import Batch
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.ops.adam import AdamState
 from cortiq_kernels.step.backward import backward, embed_backward
-from cortiq_kernels.step.buffers import Buffers
+from cortiq_kernels.step.buffers import Buffers, Policy
 from cortiq_kernels.step.forward import Sequences, embed, forward, rope_for
 from cortiq_kernels.step.loss import Targets, head_loss
 from cortiq_kernels.step.update import AdamOptions, update
@@ -87,13 +87,15 @@ def read_stats(state: AdamState, loss: Tensor) -> StepStats:
 
 @dataclass
 class Trainer:
-    """Owns the optimizer state and the buffers of `n` = batch * window tokens; `weights.trained` says what trains."""
+    """Owns the optimizer state and the buffers of `n` = batch * window tokens; `weights.trained` says what trains.
+    `policy`: what is kept for the backward (`Buffers`)."""
 
     weights: Weights
     n: int
     max_seqlen: int
     options: AdamOptions = field(default_factory=AdamOptions)
     loss_scale: float = 1.0
+    policy: Policy = "cheap"
 
     def __post_init__(self) -> None:
         w = self.weights
@@ -101,7 +103,10 @@ class Trainer:
             raise ValueError(
                 "Trainer: weights train nothing; got train=None; load them with train='layers' | 'mlp' | 'all'"
             )
-        self.buffers = Buffers(w.geometry, self.n, w.dtype, w.device, first=w.first_layer, save_from=w.train_from)
+        self.buffers = Buffers(
+            w.geometry, self.n, w.dtype, w.device, first=w.first_layer, save_from=w.train_from, policy=self.policy,
+            train=w.train,
+        )  # fmt: skip
         self.state = AdamState.new(w.device, scale=self.loss_scale)
         self.rope = rope_for(w, self.max_seqlen)
         self.loss = torch.zeros((), dtype=torch.float64, device=w.device)
