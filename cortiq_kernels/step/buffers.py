@@ -15,12 +15,12 @@ activations are kept holds of these slots, in the working dtype, what the policy
 
 What is not a layer's own lies in slots that all layers share, and is made again by the backward:
 
-    keep    nothing is made again but act; a Gated DeltaNet also keeps its normed q and k. What no weight gradient reads
-            (`train`: "mlp" has none in the mixer, None has none at all) is not kept. The fastest.
-    cheap   what one pass over memory brings back: norm outputs, and mix of Gated DeltaNet (* attention's is kept), which
-            its backward makes on the way.
-    layer   all but the residual stream that enters the layer: its backward starts with its forward (less the down
-            projection). The smallest, by about a forward slower.
+    keep    nothing but act; a Gated DeltaNet keeps its normed q and k, too. What no weight gradient reads (`train`:
+            "mlp" has none in the mixer, None has none at all) is not kept
+    cheap   what one pass over memory brings back: norm outputs, and mix of Gated DeltaNet, which its backward makes on
+            the way (* that of attention is kept)
+    layer   all but the residual stream that enters the layer: its backward starts with its forward, less the down
+            projection
 
 The same ops see the same inputs in each, so gradients are the same bits. A looped stack runs its layers several times:
 layers are virtual here (`Geometry.n_virtual`), each visit has its slots. A kept layer below `mixers_from` has no

@@ -16,6 +16,7 @@ from tiny import batch, config, geometry, plain_config, targets
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.recipes import fold, heal_plan, score
+from cortiq_kernels.recipes.activations import SHARE, choose_activations
 from cortiq_kernels.recipes.errors import InputError
 from cortiq_kernels.recipes.fold_config import FoldConfig
 from cortiq_kernels.recipes.heal_config import HealConfig
@@ -77,29 +78,33 @@ def storages(value, seen: set[int]) -> int:
     return sum(storages(v, seen) for v in value) if isinstance(value, tuple) else 0
 
 
-@pytest.mark.parametrize("window", [16, 24, 48, 100])
+@pytest.mark.parametrize("window", [16, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 @pytest.mark.parametrize(("first", "train_from"), [(0, 0), (0, 2), (1, 1)])
 @pytest.mark.parametrize("plain", [False, True])
-def test_buffers_and_saved_tensors_are_counted_to_the_byte(window, dtype, first, train_from, plain):
+@pytest.mark.parametrize(
+    ("policy", "train"), [("keep", "layers"), ("keep", "mlp"), ("cheap", "layers"), ("layer", "mlp")]
+)
+def test_buffers_and_saved_tensors_are_counted_to_the_byte(window, dtype, first, train_from, plain, policy, train):
     g = geometry("LFLF", hidden=24, ffn=20, vocab=37)
     if plain:
         g = Geometry.from_config(plain_config("qwen2", 4, hidden=24, ffn=20, vocab=37, nq=2, nkv=1))
-    w = Weights.random(g, dtype=dtype, train="layers", train_from=train_from, first_layer=first)
+    w = Weights.random(g, dtype=dtype, train=train, train_from=train_from, first_layer=first)
     b = batch([[9, 5], [12]], window, g.vocab)
     n = 2 * window
-    trainer = Trainer(w, n, window)
+    trainer = Trainer(w, n, window, policy=policy)
     x = torch.zeros(n, 24, dtype=dtype) if first else None
     trainer.step([Micro(b, Targets(*targets(b, g.vocab, 3)), x)], 1e-3)
     said = train_bytes(
-        g, n, window, b.n_scored, dtype, "cpu", first=first, train_from=train_from, trained=w.layout.trained_numel
-    )
+        g, n, window, b.n_scored, dtype, "cpu", first=first, train_from=train_from, trained=w.layout.trained_numel,
+        policy=policy, train=train,
+    )  # fmt: skip
     buf = trainer.buffers
     own = [t for t in vars(buf).values() if isinstance(t, torch.Tensor)]
     slots = ("x_mix", "n_mix", "proj", "mix", "x_mlp", "n_mlp", "gate_up")
     own += [getattr(s, name) for s in (buf._shared, *buf.kept.values()) for name in slots]
     seen: set[int] = set()
-    assert sum(storages(t, seen) for t in own) == said.buffers
+    assert sum(storages(t, seen) for t in own) == said.buffers == buf.nbytes
     kept = sum(storages((s.norm_mix, s.mixer, s.norm_mlp), seen) for s in buf.kept.values())
     assert kept + storages(buf.final_norm, seen) == said.saved
     assert sorted(buf.kept) == list(range(train_from, 4))
@@ -116,8 +121,9 @@ def big(layers: str, vocab: int) -> dict:
 
 @linux
 @pytest.mark.parametrize(
-    ("layers", "vocab", "more"), [("LLFL", 800, {}), ("LLFL", 800, {"train_from": 2, "ce": 0.5}), ("FFL", 9000, {})]
-)
+    ("layers", "vocab", "more"), [("LLFL", 800, {}), ("LLFL", 800, {"train_from": 2, "ce": 0.5}), ("FFL", 9000, {}),
+     ("LLFL", 800, {"activations": "layer"})],
+)  # fmt: skip
 def test_the_peak_of_a_heal_is_what_the_plan_said(tmp_path, build, world, layers, vocab, more):
     student, teacher = (build.model(tmp_path / f"m{i}", big(layers, vocab), seed=i) for i in (0, 1))
     data = build.records(tmp_path / "d.jsonl", vocab, train=150, val=40)
@@ -151,9 +157,8 @@ def test_the_peak_of_a_fold_is_what_the_plan_said(tmp_path, build, world):
 
 
 def heal_of(world, tmp_path, **more) -> HealConfig:
-    return HealConfig(
-        world.student, world.data, tmp_path / "o", world.teacher, device="cpu", window=32, batch=2, topk=8, **more
-    )
+    settings = dict(device="cpu", window=32, batch=2, topk=8, activations="cheap") | more
+    return HealConfig(world.student, world.data, tmp_path / "o", world.teacher, **settings)
 
 
 def test_what_surely_does_not_fit_is_refused_and_what_may_not_is_said(world, tmp_path, monkeypatch):
@@ -166,6 +171,39 @@ def test_what_surely_does_not_fit_is_refused_and_what_may_not_is_said(world, tmp
     monkeypatch.setattr(heal_plan.backend, "free_bytes", lambda device: memory["least"] - 1)
     with pytest.raises(InputError, match="heal: memory: got a plan that needs at least .* Lower --batch"):
         heal_plan.plan_heal(cfg)
+
+
+def test_activations_are_the_fastest_that_fit(world, tmp_path, monkeypatch):
+    cfg = heal_of(world, tmp_path, activations="auto", batch=8, window=64)
+    plan = heal_plan.plan_heal(cfg)
+    peaks = plan.activations.peaks
+    assert list(peaks) == ["keep", "cheap", "layer"] and peaks["layer"] < peaks["cheap"] < peaks["keep"]
+    assert plan.activations.policy == "keep" and peaks["keep"] == plan.memory()["peak"]
+    for policy, peak in peaks.items():
+        asked = heal_plan.plan_heal(dataclasses.replace(cfg, activations=policy))
+        assert asked.memory()["peak"] == peak and asked.activations[:2] == (policy, "asked for")
+    for policy, least in (("keep", "keep"), ("cheap", "cheap"), ("layer", "layer"), ("layer", None)):
+        free = int(peaks[least] / SHARE) + 1 if least else peaks["layer"]  # of which 90 % are less than any peak
+        monkeypatch.setattr(heal_plan.backend, "free_bytes", lambda device, free=free: free)
+        made = heal_plan.plan_heal(cfg)
+        assert made.activations.policy == policy
+        why = "fastest within" if least else "least; none"
+        assert made.describe()["activations"].startswith(f"{policy}: the {why}")
+        assert made.describe()["activation_peaks"] == dict(peaks)
+
+
+def test_activations_that_were_asked_for_and_cannot_fit_are_refused(world, tmp_path, monkeypatch):
+    cfg = heal_of(world, tmp_path, activations="keep", batch=8, window=64)
+    need = heal_plan.plan_heal(cfg).memory()["least"]
+    monkeypatch.setattr(heal_plan.backend, "free_bytes", lambda device: need - 1)
+    with pytest.raises(InputError, match="needs at least .* Lower --batch or --window, or leave --activations out"):
+        heal_plan.plan_heal(cfg)
+    assert heal_plan.plan_heal(dataclasses.replace(cfg, activations="auto")).activations.policy == "layer"
+
+
+def test_where_something_else_makes_the_peak_nothing_is_given_up():
+    memory = {"peak": 100, "free": 90}
+    assert choose_activations("auto", lambda policy: memory).policy == "keep"
 
 
 @pytest.mark.parametrize("recipe", ["fold", "score", "compare"])

@@ -144,10 +144,12 @@ def test_the_mixers_of_a_layer_are_let_go(monkeypatch):
     g, held = CASES["hybrid"], []
     trainer = Trainer(weights(g, "layers"), 3 * WINDOW, WINDOW, policy="layer")
     made = backward_module.layer_backward
-    monkeypatch.setattr(
-        backward_module, "layer_backward",
-        lambda *a, **k: (held.append([i for i, s in trainer.buffers.kept.items() if s.mixer is not None]), made(*a, **k)),
-    )  # fmt: skip
+
+    def watched(*args, **more):
+        held.append([i for i, s in trainer.buffers.kept.items() if s.mixer is not None])
+        made(*args, **more)
+
+    monkeypatch.setattr(backward_module, "layer_backward", watched)
     trainer.gradients([world(g)])
     assert held == [[3], [2], [1], [0]] and all(s.mixer is None for s in trainer.buffers.kept.values())
 
