@@ -16,7 +16,6 @@ from tiny import batch, config, geometry, plain_config, targets
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.recipes import fold, heal_plan, score
-from cortiq_kernels.recipes.activations import SHARE, choose_activations
 from cortiq_kernels.recipes.errors import InputError
 from cortiq_kernels.recipes.fold_config import FoldConfig
 from cortiq_kernels.recipes.heal_config import HealConfig
@@ -171,39 +170,6 @@ def test_what_surely_does_not_fit_is_refused_and_what_may_not_is_said(world, tmp
     monkeypatch.setattr(heal_plan.backend, "free_bytes", lambda device: memory["least"] - 1)
     with pytest.raises(InputError, match="heal: memory: got a plan that needs at least .* Lower --batch"):
         heal_plan.plan_heal(cfg)
-
-
-def test_activations_are_the_fastest_that_fit(world, tmp_path, monkeypatch):
-    cfg = heal_of(world, tmp_path, activations="auto", batch=8, window=64)
-    plan = heal_plan.plan_heal(cfg)
-    peaks = plan.activations.peaks
-    assert list(peaks) == ["keep", "cheap", "layer"] and peaks["layer"] < peaks["cheap"] < peaks["keep"]
-    assert plan.activations.policy == "keep" and peaks["keep"] == plan.memory()["peak"]
-    for policy, peak in peaks.items():
-        asked = heal_plan.plan_heal(dataclasses.replace(cfg, activations=policy))
-        assert asked.memory()["peak"] == peak and asked.activations[:2] == (policy, "asked for")
-    for policy, least in (("keep", "keep"), ("cheap", "cheap"), ("layer", "layer"), ("layer", None)):
-        free = int(peaks[least] / SHARE) + 1 if least else peaks["layer"]  # of which 90 % are less than any peak
-        monkeypatch.setattr(heal_plan.backend, "free_bytes", lambda device, free=free: free)
-        made = heal_plan.plan_heal(cfg)
-        assert made.activations.policy == policy
-        why = "fastest within" if least else "least; none"
-        assert made.describe()["activations"].startswith(f"{policy}: the {why}")
-        assert made.describe()["activation_peaks"] == dict(peaks)
-
-
-def test_activations_that_were_asked_for_and_cannot_fit_are_refused(world, tmp_path, monkeypatch):
-    cfg = heal_of(world, tmp_path, activations="keep", batch=8, window=64)
-    need = heal_plan.plan_heal(cfg).memory()["least"]
-    monkeypatch.setattr(heal_plan.backend, "free_bytes", lambda device: need - 1)
-    with pytest.raises(InputError, match="needs at least .* Lower --batch or --window, or leave --activations out"):
-        heal_plan.plan_heal(cfg)
-    assert heal_plan.plan_heal(dataclasses.replace(cfg, activations="auto")).activations.policy == "layer"
-
-
-def test_where_something_else_makes_the_peak_nothing_is_given_up():
-    memory = {"peak": 100, "free": 90}
-    assert choose_activations("auto", lambda policy: memory).policy == "keep"
 
 
 @pytest.mark.parametrize("recipe", ["fold", "score", "compare"])
