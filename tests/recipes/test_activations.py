@@ -61,8 +61,6 @@ def test_where_something_else_makes_the_peak_nothing_is_given_up():
     assert choose_activations("auto", lambda policy: memory).policy == "keep"
 
 
-
-
 def test_a_plan_that_gives_up_a_second_copy_chooses_again(world, tmp_path, monkeypatch):
     """Masks hold the weights twice for evaluations in 16 bit, where both fit."""
     cfg = MasksConfig(world.teacher, world.data, tmp_path / "m", device="cpu", window=64, batch=8)
@@ -118,7 +116,8 @@ def test_masks_write_the_same_bytes(world, tmp_path, backward):
 
 def test_the_command_line_shows_the_choice(world, tmp_path, capsys):
     where = ["--student", str(world.student), "--teacher", str(world.teacher), "--data", str(world.data)]
-    args = ["heal", *where, "--out", str(tmp_path / "o"), "--device", "cpu", "--topk", "8", "--window", "32", "--dry-run"]
+    small = ["--device", "cpu", "--topk", "8", "--window", "32"]
+    args = ["heal", *where, "--out", str(tmp_path / "o"), *small, "--dry-run"]
     assert cli.main(args) == 0
     assert "  activations     keep: the fastest within 90% of the" in capsys.readouterr().out
     assert cli.main([*args, "--activations", "layer", "--json"]) == 0
