@@ -8,26 +8,27 @@ activations are kept holds of these slots, in the working dtype, what the policy
     | x_mix   | [N, H]  | add_rms_norm before the mixer   | add_rms_norm_bwd                     | k c l  |
     | n_mix   | [N, H]  | the same                        | dW of the input projection           | k      |
     | proj    | [N, P]  | input projection                | mixer backward                       | k c    |
-    | mix     | [N, O]  | mixer                           | dW of the output projection          | k, c*  |
+    | mix     | [N, O]  | mixer                           | dW of the output projection          | k* c*  |
     | x_mlp   | [N, H]  | add_rms_norm before the MLP     | add_rms_norm_bwd                     | k c    |
     | n_mlp   | [N, H]  | the same                        | dW of gate/up                        | k      |
     | gate_up | [N, 2F] | gate/up projection              | SwiGLU backward (act is recomputed)  | k c    |
 
 What is not a layer's own lies in slots that all layers share, and is made again by the backward:
 
-    keep    nothing but act; a Gated DeltaNet keeps its normed q and k, too. What no weight gradient reads (`train`:
-            "mlp" has none in the mixer, None has none at all) is not kept
-    cheap   what one pass over memory brings back: norm outputs, and mix of Gated DeltaNet, which its backward makes on
-            the way (* that of attention is kept)
+    keep    act alone; a Gated DeltaNet keeps its normed q and k, too. What no weight gradient reads (`train`: "mlp" has
+            none in the mixer, None has none at all) is not kept
+    cheap   what one pass over memory brings back: norm outputs, and a Gated DeltaNet's normed q and k
     layer   all but the residual stream that enters the layer: its backward starts with its forward, less the down
             projection
 
-The same ops see the same inputs in each, so gradients are the same bits. A looped stack runs its layers several times:
-layers are virtual here (`Geometry.n_virtual`), each visit has its slots. A kept layer below `mixers_from` has no
-backward of its mixer, and holds x_mlp and gate_up alone ("keep": n_mlp, too; "layer": x_mlp, the stream after the
-mixer). Layers that are not kept (frozen ones, and all of them in an evaluation) use the shared set. Scratch of any
-layer: r [N, H] (a branch's output), act [N, F], and the gradients dx, dn [N, H], dact [N, F], dgate_up [N, 2F], dproj
-[N, P], dmix [N, O].
+(*) mix is attention's; that of Gated DeltaNet its backward makes on the way, whatever the policy: on a GPU it need not
+round as the forward did, and so the same ops see the same inputs in each policy: gradients are the same bits.
+
+A looped stack runs its layers several times: layers are virtual here (`Geometry.n_virtual`), each visit has its slots.
+A kept layer below `mixers_from` has no backward of its mixer, and holds x_mlp and gate_up alone ("keep": n_mlp, too;
+"layer": x_mlp, the stream after the mixer). Layers that are not kept (frozen ones, and all of them in an evaluation)
+use the shared set. Scratch of any layer: r [N, H] (a branch's output), act [N, F], and the gradients dx, dn [N, H],
+dact [N, F], dgate_up [N, 2F], dproj [N, P], dmix [N, O].
 """
 
 from __future__ import annotations
@@ -50,8 +51,7 @@ _REMAKES = ("n_mix", "mix", "n_mlp")  # slots that one pass over memory brings b
 class LayerSlots:
     """One layer's activations; `norm_mix`, `mixer`, `norm_mlp` are what those ops save, filled by the forward.
 
-    `again`: slots that another layer has written to since, which the backward has to make once more where it reads
-    them. `keep`: that argument of `gdn_mixer_fwd`.
+    `again`: slots that the backward has to make once more where it reads them; `keep`: that of `gdn_mixer_fwd`.
     """
 
     x_mix: Tensor  # [N, H]
@@ -142,13 +142,13 @@ class Buffers:
             names += ["x_mix", "proj"] + (["mix"] if full else [])
         if self.policy == "keep":
             names += ["n_mlp"] if self.train is not None else []
-            names += (["n_mix"] if full else ["n_mix", "mix"]) if mixer and grads else []
+            names += ["n_mix"] if mixer and grads else []
         return names
 
     def _kept(self, layer: int) -> LayerSlots:
         """A kept layer's slots: its own, and for the rest the shared ones."""
         shared, own = self.slots(layer, save=False), self.own(layer)
-        again = frozenset(_REMAKES).difference(own) if self.policy != "layer" else frozenset()
+        again = frozenset({"mix"} if self.policy == "layer" else _REMAKES).difference(own)
         fresh = {name: self._new(getattr(shared, name).shape[1]) for name in own}
         return replace(shared, **fresh, again=again, keep="lean" if self.policy == "cheap" else "all")
 
