@@ -63,6 +63,9 @@ class HealConfig:
     """working precision; default bf16 on a GPU, f32 on a CPU"""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
+    activations: Literal["auto", "keep", "cheap", "layer"] = "auto"
+    """what a layer keeps for its backward: all (fastest), not what is cheap to make again, or its input alone and its
+    forward is run again (least memory); auto is the fastest that fits. Results are the same"""
     deterministic: bool = False
     """the same bits in every run on the same machine (slower on a GPU)"""
     seed: int = 0
@@ -117,6 +120,7 @@ class HealConfig:
             ("train", ("layers", "mlp", "all")),
             ("packing", ("records", "stream")),
             ("loss_on", ("completion", "all")),
+            ("activations", ("auto", "keep", "cheap", "layer")),
         )
         for name, allowed in choices:
             value = getattr(self, name)

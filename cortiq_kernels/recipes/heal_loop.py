@@ -97,7 +97,7 @@ class Loop:
         self.saver = saver
         scale = F16_LOSS_SCALE if plan.dtype.dtype == torch.float16 else 1.0
         options = AdamOptions(clip=cfg.clip, weight_decay=cfg.weight_decay)
-        self.trainer = Trainer(weights, plan.n, cfg.window, options, loss_scale=scale)
+        self.trainer = Trainer(weights, plan.n, cfg.window, options, loss_scale=scale, policy=plan.activations.policy)
         self.evaluator = Evaluator(weights, plan.n, cfg.window, self.trainer.buffers)
         self.groups = Groups(len(plan.train), cfg.accumulate, cfg.seed)
         self.best = Best()

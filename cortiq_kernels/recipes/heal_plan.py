@@ -12,6 +12,7 @@ from cortiq_kernels.data.records import Dataset
 from cortiq_kernels.model import names
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.hf import ModelDir, check_destination, open_model
+from cortiq_kernels.recipes.activations import Activations, choose_activations, how_to_fit
 from cortiq_kernels.recipes.checkpoint_place import checkpoint_path
 from cortiq_kernels.recipes.errors import need
 from cortiq_kernels.recipes.finished import check_same_run, made_output, output_is_done
@@ -28,6 +29,7 @@ from cortiq_kernels.recipes.target_dir import check_target_directory, held_bytes
 from cortiq_kernels.recipes.target_file import file_bytes
 from cortiq_kernels.recipes.targets import TargetStore, asked_topk
 from cortiq_kernels.report.results import size
+from cortiq_kernels.step import Policy
 
 HOST_SHARE = 0.3  # of the host memory available, for the prefix cache, and again for the targets
 
@@ -36,7 +38,8 @@ HOST_SHARE = 0.3  # of the host memory available, for the prefix cache, and agai
 class HealPlan:
     """Opened inputs and decisions. `per_epoch` is steps a pass (the last one may have fewer micro-batches), `steps`
     is T, `rows` the scored rows of each of `batches`, `target_room` the host bytes that targets may take in memory,
-    `checkpoint` the state of an earlier run to go on from, `made` the provenance of an output that is there already.
+    `checkpoint` the state of an earlier run to go on from, `made` the provenance of an output that is there already,
+    `activations` what a layer keeps for its backward.
     """
 
     cfg: HealConfig
@@ -56,6 +59,7 @@ class HealPlan:
     notes: list[str]
     checkpoint: dict[str, Any] | None = None
     made: dict[str, Any] | None = None
+    activations: Activations = Activations("cheap")
 
     @property
     def batches(self) -> Joined[Batch]:
@@ -105,6 +109,8 @@ class HealPlan:
             "dtype_reason": self.dtype.reason,
             "targets": self._where_targets(),
             "prefix": self.prefix.reason if self.prefix else "no frozen layers",
+            "activations": self.activations.text,
+            "activation_peaks": dict(self.activations.peaks),
             "memory": self.memory(),
             "checkpoint": self._where_checkpoint(),
             "out": str(cfg.out),
@@ -131,6 +137,10 @@ class HealPlan:
         """Estimated bytes by part and phase, their peak, and what is free; see `heal_memory`."""
         return heal_memory(self)
 
+    def memory_with(self, policy: Policy) -> dict[str, int]:
+        """`memory`, were that the policy of activations."""
+        return replace(self, activations=Activations(policy)).memory()
+
 
 def plan_heal(cfg: HealConfig) -> HealPlan:
     """Open and check everything; raises InputError, ModelError, DataError or ValueError before any weight is read."""
@@ -156,8 +166,9 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
         teacher = open_model(cfg.teacher)
         check_same_tokens(teacher, student, "teacher", "student")
     check_window(
-        "heal", g, cfg.batch * cfg.window, dtype.dtype, device.device, first=cfg.train_from, save_from=cfg.train_from
-    )
+        "heal", g, cfg.batch * cfg.window, dtype.dtype, device.device, first=cfg.train_from, save_from=cfg.train_from,
+        activations=cfg.activations, train=cfg.train,
+    )  # fmt: skip
     dataset, train, val, notes = packed_for(student, cfg)
     if cfg.teacher is not None and teacher is None:
         notes.append("ce is 1: the teacher is not opened")
@@ -182,8 +193,9 @@ def plan_heal(cfg: HealConfig) -> HealPlan:
         plan.steps <= LARGEST, "heal: epochs", f"{cfg.epochs:g} passes of {per_epoch} steps",
         f"at most {LARGEST} steps in all", "Set --epochs.",
     )  # fmt: skip
+    plan = replace(plan, activations=choose_activations(cfg.activations, plan.memory_with))
     memory = plan.memory()
-    notes += check_fits("heal", memory, device.device, "Lower --batch or --window.")
+    notes += check_fits("heal", memory, device.device, how_to_fit(cfg.activations))
     need(
         memory["host_least"] <= memory["host_free"], "heal: host memory",
         f"best weights, targets and prefix cache of {size(memory['host_least'])}",

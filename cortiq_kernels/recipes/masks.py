@@ -172,7 +172,7 @@ class Loop:
         scale = F16_LOSS_SCALE if weights.dtype == torch.float16 else 1.0
         self.trainer = GateTrainer(
             weights, plan.n, cfg.window, init=cfg.mask_init, rate=cfg.lr, gradient=cfg.backward, eps=cfg.eps,
-            loss_scale=scale,
+            loss_scale=scale, policy=plan.activations.policy,
         )  # fmt: skip
         if plan.eval_dtype == weights.dtype:
             self.evaluator = Evaluator(weights, plan.n, cfg.window, self.trainer.buffers)

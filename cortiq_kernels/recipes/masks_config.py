@@ -74,6 +74,9 @@ class MasksConfig:
     a CPU"""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N"""
+    activations: Literal["auto", "keep", "cheap", "layer"] = "auto"
+    """what a layer keeps for its backward: all (fastest), not what is cheap to make again, or its input alone and its
+    forward is run again (least memory); auto is the fastest that fits. Results are the same"""
     deterministic: bool = False
     """the same bits in every run on the same machine (slower on a GPU)"""
     seed: int = 0

@@ -13,6 +13,7 @@ from cortiq_kernels.data.records import Dataset
 from cortiq_kernels.model.hf import ModelDir, open_model
 from cortiq_kernels.model.layout import plan_layout
 from cortiq_kernels.model.weights import acc_dtype
+from cortiq_kernels.recipes.activations import Activations, choose_activations, how_to_fit
 from cortiq_kernels.recipes.errors import need
 from cortiq_kernels.recipes.inputs import Joined, check_same_tokens, geometry_summary, packed_for, refuse_loops
 from cortiq_kernels.recipes.masks_config import MasksConfig
@@ -22,6 +23,7 @@ from cortiq_kernels.recipes.target_dir import check_target_directory
 from cortiq_kernels.recipes.target_file import file_bytes
 from cortiq_kernels.recipes.targets import TargetStore, asked_topk
 from cortiq_kernels.report.results import size
+from cortiq_kernels.step import Policy
 from cortiq_kernels.step.gates import mixers_from
 from cortiq_kernels.step.memory import forward_bytes, train_bytes
 
@@ -32,7 +34,7 @@ HOST_SHARE = 0.3  # of the host memory available, for the targets
 class MasksPlan:
     """Opened inputs and decisions. `dtype` is that of the teacher and of the evaluations, `step_dtype` that of the
     steps; `two_copies`: the weights are held in both; `rows` are the scored rows of each of `batches`, `target_room`
-    the host bytes that targets may take in memory.
+    the host bytes that targets may take in memory, `activations` what a layer keeps for its backward.
     """
 
     cfg: MasksConfig
@@ -49,6 +51,7 @@ class MasksPlan:
     rows: list[int]
     target_room: int
     notes: list[str]
+    activations: Activations = Activations("cheap")
 
     @property
     def batches(self) -> Joined[Batch]:
@@ -102,6 +105,8 @@ class MasksPlan:
             "dtype": backend.dtype_name(self.step_dtype.dtype),
             "dtype_reason": self.step_dtype.reason,
             "evaluations": f"in {backend.dtype_name(self.eval_dtype)}",
+            "activations": self.activations.text,
+            "activation_peaks": dict(self.activations.peaks),
             "memory": self.memory(),
             "out": str(cfg.out),
             "notes": self.notes,
@@ -113,7 +118,7 @@ class MasksPlan:
         dtype, rows, layout = self.step_dtype.dtype, max(self.rows), plan_layout(g)
         step = train_bytes(
             g, self.n, cfg.window, rows, dtype, device.type, first=0, train_from=0, trained=0,
-            mixers_from=mixers_from(g, cfg.backward),
+            mixers_from=mixers_from(g, cfg.backward), policy=self.activations.policy, train=None,
         )  # fmt: skip
         gates = self.n_gates * (3 * acc_dtype(dtype).itemsize + 16)
         inputs = 8 * rows * self.topk + 32 * self.n
@@ -150,6 +155,10 @@ class MasksPlan:
             "host_free": backend.host_free_bytes(),
         }
 
+    def memory_with(self, policy: Policy) -> dict[str, int]:
+        """`memory`, were that the policy of activations."""
+        return replace(self, activations=Activations(policy)).memory()
+
 
 def plan_masks(cfg: MasksConfig) -> MasksPlan:
     """Open and check everything; raises InputError, ModelError, DataError or ValueError before any weight is read."""
@@ -167,8 +176,9 @@ def plan_masks(cfg: MasksConfig) -> MasksPlan:
         check_same_tokens(teacher, model, "teacher", "model")
         need(cfg.topk <= g.vocab, "masks: topk", cfg.topk, f"1 .. {g.vocab} (the vocabulary)", "Set --topk.")
     check_window(
-        "masks", g, cfg.batch * cfg.window, step_dtype.dtype, device.device, mixers_from=mixers_from(g, cfg.backward)
-    )
+        "masks", g, cfg.batch * cfg.window, step_dtype.dtype, device.device, mixers_from=mixers_from(g, cfg.backward),
+        activations=cfg.activations, train=None,
+    )  # fmt: skip
     dataset, train, val, notes = packed_for(model, cfg)
     topk, rows = asked_topk(cfg.topk, cfg.alpha, g.vocab), [b.n_scored for b in Joined(train, val)]
     if teacher is not None:
@@ -177,6 +187,7 @@ def plan_masks(cfg: MasksConfig) -> MasksPlan:
         cfg, device, dtype, step_dtype, step_dtype.dtype != dtype.dtype, model, teacher, dataset, train, val, topk,
         rows, int(HOST_SHARE * backend.host_free_bytes()), notes,
     )  # fmt: skip
+    plan = replace(plan, activations=choose_activations(cfg.activations, plan.memory_with))
     memory = plan.memory()
     if plan.two_copies and memory["least"] > memory["free"]:
         notes.append(
@@ -184,8 +195,10 @@ def plan_masks(cfg: MasksConfig) -> MasksPlan:
             f"copy of the weights in {backend.dtype_name(dtype.dtype)}, and {size(memory['free'])} are free"
         )
         plan = replace(plan, two_copies=False)
+        plan = replace(plan, activations=choose_activations(cfg.activations, plan.memory_with))
         memory = plan.memory()
-    notes += check_fits("masks", memory, device.device, "Lower --batch or --window, or use --precision fast.")
+    fix = how_to_fit(cfg.activations).removesuffix(".") + ", or use --precision fast."
+    notes += check_fits("masks", memory, device.device, fix)
     return plan
 
 

@@ -14,6 +14,7 @@ import torch
 from cortiq_kernels import backend
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.layout import plan_layout
+from cortiq_kernels.recipes.activations import how_to_fit, smallest
 from cortiq_kernels.recipes.errors import need
 from cortiq_kernels.report.results import size
 from cortiq_kernels.step import Buffers
@@ -46,18 +47,20 @@ def forward_memory(
 
 def check_window(
     recipe: str, g: Geometry, n: int, dtype: torch.dtype, device: torch.device, *, first: int = 0, save_from: int = 0,
-    mixers_from: int = 0,
+    mixers_from: int = 0, activations: str = "cheap", train: str | None = "layers",
 ) -> None:  # fmt: skip
     """Refuse a micro-batch of `n` tokens whose buffers alone do not fit, before its windows are made, which would take
-    minutes for two billion tokens. `first`, `save_from`, `mixers_from`: those of `Buffers`. `InputError`.
+    minutes for two billion tokens. `first`, `save_from`, `mixers_from`, `train`: those of `Buffers`; `activations`: the
+    setting. `InputError`.
     """
     free = backend.free_bytes(device)
     least = n * g.hidden * dtype.itemsize
     if least <= free:  # or the arithmetic of tensors overflows
         least = Buffers(
-            g, n, dtype, torch.device("meta"), first=first, save_from=save_from, mixers_from=mixers_from
-        ).nbytes
-    check_fits(recipe, {"least": least, "peak": least, "free": free}, device, "Lower --batch or --window.")
+            g, n, dtype, torch.device("meta"), first=first, save_from=save_from, mixers_from=mixers_from,
+            policy=smallest(activations), train=train,
+        ).nbytes  # fmt: skip
+    check_fits(recipe, {"least": least, "peak": least, "free": free}, device, how_to_fit(activations))
 
 
 def check_fits(recipe: str, memory: Mapping[str, int], device: torch.device, fix: str) -> list[str]:

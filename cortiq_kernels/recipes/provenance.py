@@ -11,7 +11,7 @@ from cortiq_kernels import backend
 from cortiq_kernels.model.hf import ModelDir
 
 #: settings that say where a run puts things and how it is carried out, and have no part in what it computes
-RUN_SETTINGS = frozenset({"out", "log", "targets", "resume", "checkpoint_every", "room_mb"})
+RUN_SETTINGS = frozenset({"out", "log", "targets", "resume", "checkpoint_every", "room_mb", "activations"})
 
 
 def provenance(recipe: str, cfg: Any, *, model: ModelDir, data_hash: str, **results: Any) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def plan_text(plan: dict[str, Any]) -> str:
         )
         if "target" in plan:
             lines.append(f"  {'target':16}{plan['target']:.1%} of the gates closed; evaluations {plan['evaluations']}")
-        lines += [f"  {k:16}{plan[k]}" for k in ("prefix", "targets", "checkpoint") if k in plan]
+        lines += [f"  {k:16}{plan[k]}" for k in ("prefix", "targets", "activations", "checkpoint") if k in plan]
     if "width" in plan:
         lines.append(f"  {'width':16}{plan['width']}: {count(plan['parameters_after'])} parameters remain")
     lines += [f"  {k:16}{plan[k]}" for k in ("passes", "file") if k in plan]

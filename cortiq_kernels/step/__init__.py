@@ -9,8 +9,8 @@ one call that turns hidden states into a loss and their gradient; `update.py` is
 strings them together for micro-batches, and for evaluation; `gates.py` trains a gate per MLP neuron on the same calls.
 """
 
-from cortiq_kernels.step.buffers import Buffers
+from cortiq_kernels.step.buffers import POLICIES, Buffers, Policy
 from cortiq_kernels.step.gates import GateTrainer
 from cortiq_kernels.step.train import Evaluator, Micro, StepStats, Trainer
 
-__all__ = ["Buffers", "Evaluator", "GateTrainer", "Micro", "StepStats", "Trainer"]
+__all__ = ["POLICIES", "Buffers", "Evaluator", "GateTrainer", "Micro", "Policy", "StepStats", "Trainer"]

@@ -20,7 +20,15 @@ from cortiq_kernels.ops.linear import linear_bwd_w, linear_bwd_x
 from cortiq_kernels.ops.rms_norm import RmsNormSaved, add_rms_norm_bwd
 from cortiq_kernels.ops.swiglu import swiglu_mlp_bwd
 from cortiq_kernels.step.buffers import Buffers, LayerSlots, cut, mixer_widths
-from cortiq_kernels.step.forward import Sequences, attn_dims, attn_vectors, gdn_dims, mixer_in, mixer_out
+from cortiq_kernels.step.forward import (
+    Sequences,
+    attn_dims,
+    attn_vectors,
+    gdn_dims,
+    layer_again,
+    mixer_in,
+    mixer_out,
+)
 
 
 def backward(
@@ -48,7 +56,12 @@ def backward(
         mask = masks.get(i) if masks else None
         dmask = dmasks.get(i) if dmasks else None
         again = accumulate or i + g.n_layers < g.n_virtual
-        layer_backward(w, buf, buf.kept[i], i, seqs, again, mask, dmask, accumulate_mask=accumulate)
+        s = buf.kept[i]
+        if buf.policy == "layer":
+            layer_again(w, buf, s, i, seqs)
+        layer_backward(w, buf, s, i, seqs, again, mask, dmask, accumulate_mask=accumulate)
+        if buf.policy == "layer":
+            s.mixer = None  # the memory of the next layer's
     return buf.dx
 
 
@@ -89,7 +102,7 @@ def layer_backward(
     )
     weight_grad(w, at + "down", dx, act, accumulate)
     dn = linear_bwd_x(dgate_up, w[at + "gate_up"], out=buf.dn)
-    again = s.n_mlp if w.grad(at + "gate_up") is not None else None
+    again = s.n_mlp if "n_mlp" in s.again and w.grad(at + "gate_up") is not None else None
     norm_backward(w, at + "post_norm", dn, s.norm_mlp, dx, accumulate, again=again)
     weight_grad(w, at + "gate_up", dgate_up, s.n_mlp, accumulate)
 
@@ -102,7 +115,7 @@ def layer_backward(
     mix_backward(w, s, at, dmix, dproj, seqs, accumulate)
     weight_grad(w, out_name, dx, s.mix, accumulate)
     dn = linear_bwd_x(dproj, w[in_name], out=buf.dn)
-    again = s.n_mix if w.grad(in_name) is not None else None
+    again = s.n_mix if "n_mix" in s.again and w.grad(in_name) is not None else None
     norm_backward(w, at + "input_norm", dn, s.norm_mix, dx, accumulate, again=again)
     weight_grad(w, in_name, dproj, s.n_mix, accumulate)
 
@@ -127,7 +140,7 @@ def gdn_backward(
         dA_log=w.grad(at + "A_log"),
         ddt_bias=w.grad(at + "dt_bias"),
         dnorm=w.grad(at + "gdn_norm"),
-        out=s.mix if w.grad(at + "out_proj") is not None else None,
+        out=s.mix if "mix" in s.again and w.grad(at + "out_proj") is not None else None,
         accumulate=accumulate,
         index=seqs.index,
     )

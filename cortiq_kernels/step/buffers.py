@@ -1,40 +1,58 @@
 """Preallocated memory of a step: what the forward keeps for the backward, and the scratch that both share.
 
 For N tokens, hidden H, layer width F, projection width P (GDN or attention) and mixer output width O, each layer whose
-activations are kept holds, in the working dtype:
+activations are kept holds of these slots, in the working dtype, what the policy says (k keep, c cheap, l layer):
 
-    | slot    | shape   | written by                              | read in the backward by           |
-    |---------|---------|-----------------------------------------|-----------------------------------|
-    | x_mix   | [N, H]  | add_rms_norm before the mixer           | add_rms_norm_bwd                  |
-    | proj    | [N, P]  | input projection                        | mixer backward                    |
-    | mix     | [N, O]  | mixer (attention only)                  | dW of the output projection       |
-    | x_mlp   | [N, H]  | add_rms_norm before the MLP             | add_rms_norm_bwd                  |
-    | gate_up | [N, 2F] | gate/up projection                      | SwiGLU backward (act is recomputed) |
+    | slot    | shape   | written by                      | read in the backward by              | own in |
+    |---------|---------|---------------------------------|--------------------------------------|--------|
+    | x_mix   | [N, H]  | add_rms_norm before the mixer   | add_rms_norm_bwd                     | k c l  |
+    | n_mix   | [N, H]  | the same                        | dW of the input projection           | k      |
+    | proj    | [N, P]  | input projection                | mixer backward                       | k c    |
+    | mix     | [N, O]  | mixer                           | dW of the output projection          | k* c*  |
+    | x_mlp   | [N, H]  | add_rms_norm before the MLP     | add_rms_norm_bwd                     | k c    |
+    | n_mlp   | [N, H]  | the same                        | dW of gate/up                        | k      |
+    | gate_up | [N, 2F] | gate/up projection              | SwiGLU backward (act is recomputed)  | k c    |
+
+What is not a layer's own lies in slots that all layers share, and is made again by the backward:
+
+    keep    act alone; a Gated DeltaNet keeps its normed q and k, too. What no weight gradient reads (`train`: "mlp" has
+            none in the mixer, None has none at all) is not kept
+    cheap   what one pass over memory brings back: norm outputs, and a Gated DeltaNet's normed q and k
+    layer   all but the residual stream that enters the layer: its backward starts with its forward, less the down
+            projection
+
+(*) mix is attention's; that of Gated DeltaNet its backward makes on the way, whatever the policy: on a GPU it need not
+round as the forward did, and so the same ops see the same inputs in each policy: gradients are the same bits.
 
 A looped stack runs its layers several times: layers are virtual here (`Geometry.n_virtual`), each visit has its slots.
-
-that is N * (2H + P + 2F) elements a layer, O more for attention, and what each mixer says it saves. A kept layer below
-`mixers_from` has no backward of its mixer, and holds x_mlp and gate_up alone. What a pass over
-memory brings back is not kept, and lies in slots that all layers share: n_mix and n_mlp [N, H], the norms' outputs, and
-mix of Gated DeltaNet, which its backward makes on the way. Layers that are not kept (frozen ones, and all of them in an
-evaluation) share one whole set. Scratch of any layer: r [N, H] (a branch's output), act [N, F], and the gradients dx,
-dn [N, H], dact [N, F], dgate_up [N, 2F], dproj [N, P], dmix [N, O].
+A kept layer below `mixers_from` has no backward of its mixer, and holds x_mlp and gate_up alone ("keep": n_mlp, too;
+"layer": x_mlp, the stream after the mixer). Layers that are not kept (frozen ones, and all of them in an evaluation)
+use the shared set. Scratch of any layer: r [N, H] (a branch's output), act [N, F], and the gradients dx, dn [N, H],
+dact [N, F], dgate_up [N, 2F], dproj [N, P], dmix [N, O].
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from cortiq_kernels.model.geometry import Geometry
 
+Policy = Literal["keep", "cheap", "layer"]
+#: from the fastest step to the smallest
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+_REMAKES = ("n_mix", "mix", "n_mlp")  # slots that one pass over memory brings back
+
 
 @dataclass
 class LayerSlots:
-    """One layer's activations; `norm_mix`, `mixer`, `norm_mlp` are what those ops save, filled by the forward."""
+    """One layer's activations; `norm_mix`, `mixer`, `norm_mlp` are what those ops save, filled by the forward.
+
+    `again`: slots that the backward has to make once more where it reads them; `keep`: that of `gdn_mixer_fwd`.
+    """
 
     x_mix: Tensor  # [N, H]
     n_mix: Tensor  # [N, H]
@@ -46,6 +64,8 @@ class LayerSlots:
     norm_mix: Any = None
     mixer: Any = None
     norm_mlp: Any = None
+    again: frozenset[str] = frozenset()
+    keep: str = "lean"
 
 
 def mixer_widths(geometry: Geometry, layer: int) -> tuple[int, int]:
@@ -61,7 +81,8 @@ class Buffers:
 
     Allocated once; a forward or backward over `n` tokens allocates nothing here. `nbytes` is what these buffers take.
     `mixers_from`: the backward goes through the mixers of the layers from there on; below, a mixer's output counts as a
-    constant, and the gradient passes along the residual stream alone.
+    constant, and the gradient passes along the residual stream alone. `policy` and `train` (what trains, as in
+    `Weights`) say what a layer keeps: see the module docstring. ValueError for another policy.
     """
 
     geometry: Geometry
@@ -71,10 +92,14 @@ class Buffers:
     first: int = 0
     save_from: int | None = None
     mixers_from: int = 0
+    policy: Policy = "cheap"
+    train: str | None = "layers"
     kept: dict[int, LayerSlots] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         g, layers = self.geometry, range(self.first, self.geometry.n_virtual)
+        if self.policy not in POLICIES:
+            raise ValueError(f"Buffers: policy: got {self.policy!r}; expected {' | '.join(POLICIES)}. Choose one.")
         widths = [mixer_widths(g, i) for i in layers]
         p_max, o_max = max(p for p, _ in widths), max(o for _, o in widths)
         f_max = max(g.intermediate[g.physical(i)] for i in layers)
@@ -106,15 +131,26 @@ class Buffers:
             self._new(h), self._new(h), self._new(p), self._new(o), self._new(h), self._new(h), self._new(2 * f)
         )
 
+    def own(self, layer: int) -> list[str]:
+        """Names of the slots that are a kept layer's own."""
+        mixer = layer >= self.mixers_from
+        if self.policy == "layer":
+            return ["x_mix" if mixer else "x_mlp"]
+        full, grads = self.geometry.is_full(layer), self.train in ("layers", "all")
+        names = ["x_mlp", "gate_up"]
+        if mixer:
+            names += ["x_mix", "proj"] + (["mix"] if full else [])
+        if self.policy == "keep":
+            names += ["n_mlp"] if self.train is not None else []
+            names += ["n_mix"] if mixer and grads else []
+        return names
+
     def _kept(self, layer: int) -> LayerSlots:
-        """A layer's own slots; those that the backward fills again are the shared ones."""
-        g, s, h = self.geometry, self._shared, self.geometry.hidden
-        p, o = mixer_widths(g, layer)
-        up = self._new(2 * g.intermediate[g.physical(layer)])
-        if layer < self.mixers_from:
-            return LayerSlots(s.x_mix, s.n_mix, cut(s.proj, p), cut(s.mix, o), self._new(h), s.n_mlp, up)
-        mix = self._new(o) if g.is_full(layer) else cut(s.mix, o)
-        return LayerSlots(self._new(h), s.n_mix, self._new(p), mix, self._new(h), s.n_mlp, up)
+        """A kept layer's slots: its own, and for the rest the shared ones."""
+        shared, own = self.slots(layer, save=False), self.own(layer)
+        again = frozenset({"mix"} if self.policy == "layer" else _REMAKES).difference(own)
+        fresh = {name: self._new(getattr(shared, name).shape[1]) for name in own}
+        return replace(shared, **fresh, again=again, keep="lean" if self.policy == "cheap" else "all")
 
     def slots(self, layer: int, save: bool) -> LayerSlots:
         """The slots a layer writes: its own when kept and `save`, else the shared ones, cut to the layer's widths."""
@@ -128,16 +164,15 @@ class Buffers:
         """Whether the backward goes through a layer's mixer."""
         return layer in self.kept and layer >= self.mixers_from
 
+    def saves_mixer(self, layer: int) -> bool:
+        """Whether the forward keeps what a layer's mixer backward needs."""
+        return self.policy != "layer" and self.through_mixer(layer)
+
     @property
     def nbytes(self) -> int:
         own = [t for t in vars(self).values() if isinstance(t, Tensor)]
-        s = self._shared
-        own += [s.x_mix, s.n_mix, s.proj, s.mix, s.x_mlp, s.n_mlp, s.gate_up]
-        for i, s in self.kept.items():
-            own += [s.x_mlp, s.gate_up]
-            if i >= self.mixers_from:
-                own += [s.x_mix, s.proj]
-                own += [s.mix] if self.geometry.is_full(i) else []
+        own += [t for t in vars(self._shared).values() if isinstance(t, Tensor)]
+        own += [getattr(s, name) for i, s in self.kept.items() for name in self.own(i)]
         own += self.loop_x.values()
         return sum(t.numel() * t.element_size() for t in own)
 

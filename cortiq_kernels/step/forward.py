@@ -117,7 +117,7 @@ def layers_forward(
     r: Tensor | None = None
     for i in range(start, stop):
         mask = masks.get(i) if masks else None
-        x, r = layer_forward(w, buf, buf.slots(i, save), i, x, r, seqs, save and buf.through_mixer(i), mask)
+        x, r = layer_forward(w, buf, buf.slots(i, save), i, x, r, seqs, save and buf.saves_mixer(i), mask)
         if buf.loop_out is not None and w.geometry.norm_after(i):
             kept = buf.loop_x[i] if save and i in buf.loop_x else None
             x, buf.loop_norms[i] = norm_forward(w, "final_norm", x, r, x_out=kept, out=buf.loop_out)
@@ -143,15 +143,33 @@ def layer_forward(
     `save`: keep what the mixer's backward needs. `mask` [F]: the layer's per-neuron gate.
     """
     g, at = w.geometry, f"layers.{w.geometry.physical(i)}."
+    to_gate_up(w, buf, s, i, x, r, seqs, save)
+    act = swiglu_mlp_fwd(s.gate_up, mask, out=cut(buf.act, g.intermediate[g.physical(i)]))
+    linear_fwd(act, w[at + "down"], out=buf.r)
+    return s.x_mlp, buf.r
+
+
+def to_gate_up(
+    w: Weights, buf: Buffers, s: LayerSlots, i: int, x: Tensor, r: Tensor | None, seqs: Sequences, save: bool
+) -> None:
+    """One layer up to its gate/up projection: fills all slots."""
+    g, at = w.geometry, f"layers.{w.geometry.physical(i)}."
     n, s.norm_mix = norm_forward(w, at + "input_norm", x, r, x_out=s.x_mix, out=s.n_mix)
     mix_forward = attn_forward if g.is_full(i) else gdn_forward
     mix_forward(w, s, at, n, seqs, save)
     linear_fwd(s.mix, w[at + mixer_out(g, i)], out=buf.r)
     n, s.norm_mlp = norm_forward(w, at + "post_norm", s.x_mix, buf.r, x_out=s.x_mlp, out=s.n_mlp)
     linear_fwd(n, w[at + "gate_up"], out=s.gate_up)
-    act = swiglu_mlp_fwd(s.gate_up, mask, out=cut(buf.act, g.intermediate[g.physical(i)]))
-    linear_fwd(act, w[at + "down"], out=buf.r)
-    return s.x_mlp, buf.r
+
+
+def layer_again(w: Weights, buf: Buffers, s: LayerSlots, i: int, seqs: Sequences) -> None:
+    """Policy "layer": everything that the backward of a layer reads, from the residual stream that the layer kept."""
+    if buf.through_mixer(i):
+        to_gate_up(w, buf, s, i, s.x_mix, None, seqs, save=True)
+        return
+    at = f"layers.{w.geometry.physical(i)}."
+    n, s.norm_mlp = norm_forward(w, at + "post_norm", s.x_mlp, None, out=s.n_mlp)
+    linear_fwd(n, w[at + "gate_up"], out=s.gate_up)
 
 
 def gdn_forward(w: Weights, s: LayerSlots, at: str, n: Tensor, seqs: Sequences, save: bool) -> None:
@@ -171,6 +189,7 @@ def gdn_forward(w: Weights, s: LayerSlots, at: str, n: Tensor, seqs: Sequences, 
         save=save,
         index=seqs.index,
         chunks=seqs.chunks,
+        keep=s.keep,
     )
 
 

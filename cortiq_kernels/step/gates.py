@@ -27,7 +27,7 @@ from torch import Tensor
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.ops.adam import AdamState, adam_advance_, adam_norm_, adam_update_
-from cortiq_kernels.step.buffers import Buffers
+from cortiq_kernels.step.buffers import Buffers, Policy
 from cortiq_kernels.step.forward import rope_for
 from cortiq_kernels.step.train import Micro, StepStats, mean_loss_and_gradients, read_stats
 
@@ -51,7 +51,8 @@ def gate_widths(g: Geometry) -> list[int]:
 class GateTrainer:
     """Owns the gates of `weights` (which must not train), their optimizer state, and the buffers of `n` tokens.
 
-    `init`: the logit that every gate starts with; `rate`: of every step.
+    `init`: the logit that every gate starts with; `rate`: of every step; `policy`: what is kept for the backward
+    (`Buffers`).
     """
 
     weights: Weights
@@ -62,6 +63,7 @@ class GateTrainer:
     gradient: Literal["full", "ffn"] = "full"
     eps: float = 1e-8
     loss_scale: float = 1.0
+    policy: Policy = "cheap"
 
     def __post_init__(self) -> None:
         w, g = self.weights, self.weights.geometry
@@ -71,7 +73,8 @@ class GateTrainer:
                 "load them with train=None"
             )
         self.buffers = Buffers(
-            g, self.n, w.dtype, w.device, save_from=0, mixers_from=mixers_from(g, self.gradient)
+            g, self.n, w.dtype, w.device, save_from=0, mixers_from=mixers_from(g, self.gradient), policy=self.policy,
+            train=None,
         )  # fmt: skip
         n_all = sum(gate_widths(g))
         self.logits = torch.full((n_all,), self.init, dtype=w.acc_dtype, device=w.device)

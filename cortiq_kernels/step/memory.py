@@ -2,6 +2,7 @@
 
     buffers    what `Buffers` preallocates
     saved      what the ops keep for the backward besides: the mixers' tensors and the norms' rstd, of the kept layers
+               (policy "layer" keeps no mixer's: that of the one layer that is run again counts as workspace)
     workspace  the most that one layer's forward or backward has alive for itself, or the update
     head       the slab of logits and what the loss, or the top-k, makes of it
 
@@ -24,7 +25,7 @@ from cortiq_kernels.model.weights import acc_dtype
 from cortiq_kernels.ops.attention import BLOCK_Q
 from cortiq_kernels.ops.gated_delta.layout import CHUNK, unfit_for_kernels
 from cortiq_kernels.ops.topk_kl import CHUNK_ROWS
-from cortiq_kernels.step.buffers import Buffers
+from cortiq_kernels.step.buffers import Buffers, Policy
 
 _GDN_CHUNK = {"cpu": 32, "cuda": 64}  # tokens a chunk of Gated DeltaNet
 _CPU_SLAB = 1 << 25  # elements of a slab of logits on a CPU
@@ -48,20 +49,28 @@ class StepBytes(NamedTuple):
 
 def train_bytes(
     g: Geometry, n: int, window: int, rows: int, dtype: torch.dtype, device: str, *, first: int, train_from: int,
-    trained: int, mixers_from: int = 0,
+    trained: int, mixers_from: int = 0, policy: Policy = "cheap", train: str | None = "layers",
 ) -> StepBytes:  # fmt: skip
     """A training step of `n` tokens in windows of `window`, `rows` of them scored, on a `device` type.
 
     The student holds layers `first ..` and trains those from `train_from` on; `trained`: elements of its masters.
-    `mixers_from`: first layer whose mixer has a backward (`Buffers`).
+    `mixers_from`, `policy`, `train`: those of `Buffers`.
     """
     acc = acc_dtype(dtype).itemsize
-    buffers = Buffers(g, n, dtype, torch.device("meta"), first=first, save_from=train_from, mixers_from=mixers_from)
+    buffers = Buffers(
+        g, n, dtype, torch.device("meta"), first=first, save_from=train_from, mixers_from=mixers_from, policy=policy,
+        train=train,
+    )  # fmt: skip
     kept, layers = range(train_from, g.n_virtual), range(first, g.n_virtual)
     saved = n * acc + sum((2 + g.norm_after(i)) * n * acc for i in kept)
-    saved += sum(mixer_saved(g, i, n, window, dtype, device) for i in kept if i >= mixers_from)
-    through = max(train_from, mixers_from)
-    work = [layer_workspace(g, i, n, window, dtype, device, backward=i >= through) for i in layers]
+    mixers = {i: mixer_saved(g, i, n, window, dtype, device, policy=policy) for i in kept if i >= mixers_from}
+    work = [layer_workspace(g, i, n, window, dtype, device, backward=False) for i in layers if i not in mixers]
+    if policy != "layer":
+        saved += sum(mixers.values())
+        mixers = dict.fromkeys(mixers, 0)
+    work += [
+        own + layer_workspace(g, i, n, window, dtype, device, backward=True, policy=policy) for i, own in mixers.items()
+    ]
     work += [mlp_workspace(g, i, n, dtype, backward=True) for i in kept]
     update = _ADAM_COPIES * acc * min(trained, _ADAM_CHUNK.get(device, _ADAM_CHUNK["cpu"]))
     return StepBytes(buffers.nbytes, saved, max(*work, update), head_bytes(g, rows, dtype, device, backward=True))
@@ -80,18 +89,22 @@ def forward_bytes(
     return StepBytes(buffers.nbytes, 0, max(work), head)
 
 
-def mixer_saved(g: Geometry, layer: int, n: int, window: int, dtype: torch.dtype, device: str) -> int:
+def mixer_saved(
+    g: Geometry, layer: int, n: int, window: int, dtype: torch.dtype, device: str, *, policy: Policy = "cheap"
+) -> int:
     """Bytes that a mixer's forward keeps for its backward, the caller's projection not counted.
 
     Attention: the log-sum-exp, and o before the gate (without a gate that is the layer's mix slot). Gated DeltaNet, per
     value head: the states that enter each chunk and the last one, T, V' and o, in the accumulation dtype, windows
-    padded to whole chunks; its kernels keep states, T and V' in the working dtype, decay sums and beta in f32.
+    padded to whole chunks; its kernels keep states, T and V' in the working dtype, decay sums and beta in f32,
+    and unless the policy is "cheap" q, k and v as the convolution leaves them (one tensor, of which q and k are read).
     """
     acc = acc_dtype(dtype).itemsize
     if g.is_full(layer):
         return n * g.nq * ((g.hd * dtype.itemsize if g.attn_gate else 0) + acc)
     if gdn_kernels(g, dtype, device):
-        return g.nv * (_kernel_states(g, n, window) + n * (CHUNK + g.dv)) * dtype.itemsize + 8 * n * g.nv
+        qkv = 0 if policy == "cheap" else n * g.conv_channels
+        return (g.nv * (_kernel_states(g, n, window) + n * (CHUNK + g.dv)) + qkv) * dtype.itemsize + 8 * n * g.nv
     chunk = gdn_chunk(window, device)
     chunks = -(-window // chunk) * (n // window)
     states = (chunks + n // window) * g.dk * g.dv
@@ -99,8 +112,9 @@ def mixer_saved(g: Geometry, layer: int, n: int, window: int, dtype: torch.dtype
 
 
 def layer_workspace(
-    g: Geometry, layer: int, n: int, window: int, dtype: torch.dtype, device: str, *, backward: bool
-) -> int:
+    g: Geometry, layer: int, n: int, window: int, dtype: torch.dtype, device: str, *, backward: bool,
+    policy: Policy = "cheap",
+) -> int:  # fmt: skip
     """Most bytes that the mixer or the MLP of a layer has alive for itself."""
     acc = acc_dtype(dtype).itemsize
     mlp = mlp_workspace(g, layer, n, dtype, backward=backward)
@@ -114,7 +128,8 @@ def layer_workspace(
         if backward:
             entering = g.nv * _kernel_states(g, n, window)
             dqk = n * (keys * dtype.itemsize if group == 1 else 2 * g.nv * g.dk * 4)
-            mixer = dtype.itemsize * (n * (keys + 3 * v) + entering) + 8 * n * g.nv + dqk
+            again = keys if policy == "cheap" else 0
+            mixer = dtype.itemsize * (n * (again + 3 * v) + entering) + 8 * n * g.nv + dqk
         else:
             mixer = dtype.itemsize * n * (keys + v) + mixer_saved(g, layer, n, window, dtype, device)
     else:

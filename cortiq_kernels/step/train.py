@@ -20,7 +20,7 @@ from cortiq_kernels.data.batches import Batch
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.ops.adam import AdamState
 from cortiq_kernels.step.backward import backward, embed_backward
-from cortiq_kernels.step.buffers import Buffers
+from cortiq_kernels.step.buffers import Buffers, Policy
 from cortiq_kernels.step.forward import Sequences, embed, forward, rope_for
 from cortiq_kernels.step.loss import Targets, head_loss
 from cortiq_kernels.step.update import AdamOptions, update
@@ -88,7 +88,7 @@ def read_stats(state: AdamState, loss: Tensor) -> StepStats:
 @dataclass
 class Trainer:
     """Owns the optimizer state and the buffers of `n` = batch * window tokens; `weights.trained` says what trains.
-    `masks`: as of `Evaluator`."""
+    `masks`: as of `Evaluator`; `policy`: what is kept for the backward (`Buffers`)."""
 
     weights: Weights
     n: int
@@ -96,6 +96,7 @@ class Trainer:
     options: AdamOptions = field(default_factory=AdamOptions)
     loss_scale: float = 1.0
     masks: Mapping[int, Tensor] | None = None
+    policy: Policy = "cheap"
 
     def __post_init__(self) -> None:
         w = self.weights
@@ -103,7 +104,10 @@ class Trainer:
             raise ValueError(
                 "Trainer: weights train nothing; got train=None; load them with train='layers' | 'mlp' | 'all'"
             )
-        self.buffers = Buffers(w.geometry, self.n, w.dtype, w.device, first=w.first_layer, save_from=w.train_from)
+        self.buffers = Buffers(
+            w.geometry, self.n, w.dtype, w.device, first=w.first_layer, save_from=w.train_from, policy=self.policy,
+            train=w.train,
+        )  # fmt: skip
         self.state = AdamState.new(w.device, scale=self.loss_scale)
         self.rope = rope_for(w, self.max_seqlen)
         self.loss = torch.zeros((), dtype=torch.float64, device=w.device)

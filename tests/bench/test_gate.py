@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bench import run, step, verify  # noqa: E402
+from bench import run, step, step_memory, verify  # noqa: E402
 from bench.registry import Op, entries  # noqa: E402
 from bench.report import results_path  # noqa: E402
 from bench.timing import measure  # noqa: E402
@@ -171,3 +171,25 @@ def test_step_that_does_not_learn_reports_no_time(capsys: pytest.CaptureFixture[
 def test_step_gate(losses: list[float], accepted: int, skipped: int):
     assert step.red(losses, accepted, skipped)
     assert not step.red([2.0, 1.5], 2, 0)
+
+
+SMALL_STEPS = ["--size", "small", "--batch", "2", "--window", "32", "--topk", "4", "--steps", "1", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("more", [[], ["--train", "mlp", "--train-from", "2"]])
+def test_policies_of_a_step_are_told_apart_by_memory_alone(tmp_path, capsys, more):
+    where = tmp_path / "p.json"
+    assert step_memory.main([*SMALL_STEPS, *more, "--json", str(where)]) == 0
+    rows = json.loads(where.read_text())["policies"]
+    assert [r["policy"] for r in rows] == ["keep", "cheap", "layer"] and all(r["median_ms"] > 0 for r in rows)
+    assert rows[0]["buffers"] > rows[1]["buffers"] > rows[2]["buffers"] > 0
+    assert "peak predicted" in capsys.readouterr().out
+
+
+def test_policies_with_other_losses_get_no_file(tmp_path, monkeypatch, capsys):
+    made = step_memory.measure
+    monkeypatch.setattr(
+        step_memory, "measure", lambda args, policy, *a: (made(args, policy, *a)[0], [1.0 if policy == "keep" else 2.0])
+    )
+    assert step_memory.main([*SMALL_STEPS, "--json", str(tmp_path / "p.json")]) == 1
+    assert not (tmp_path / "p.json").exists() and "the losses differ between policies" in capsys.readouterr().out

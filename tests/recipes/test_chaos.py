@@ -26,7 +26,8 @@ KILLS = int(os.environ.get("CORTIQ_CHAOS", "0"))
 SEED = int(os.environ.get("CORTIQ_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 SHIPPED = Path(__file__).parents[2] / "examples" / "small_model"
 TIMES = {"time", "seconds", "tokens_per_s", "left_s", "seconds_per_step", "tokens_per_second", "teacher_seconds"}
-PLACES = {"out", "log", "targets", "checkpoint", "memory", "prefix"}  # and what depends on the memory that is free
+#: and what depends on the memory that is free
+PLACES = {"out", "log", "targets", "checkpoint", "memory", "prefix", "activations", "activation_peaks"}
 
 
 class Process:
