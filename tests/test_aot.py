@@ -55,11 +55,11 @@ def test_compiles_for_other_architectures(variant, arch):
 
 
 def test_names_are_distinct_and_every_kernel_is_listed():
-    from cortiq_kernels.ops import topk_kl_triton, topk_triton
+    from cortiq_kernels.ops import adam_triton, topk_kl_triton, topk_triton
     from cortiq_kernels.ops.gated_delta import bwd_triton, conv_triton, fwd_triton, gates_triton, wy_triton
 
     assert len({v.name for v in VARIANTS}) == len(VARIANTS)
-    modules = (topk_kl_triton, topk_triton, bwd_triton, conv_triton, fwd_triton, gates_triton, wy_triton)
+    modules = (adam_triton, topk_kl_triton, topk_triton, bwd_triton, conv_triton, fwd_triton, gates_triton, wy_triton)
     kernels = {n for m in modules for n in vars(m) if n.endswith("_kernel")}
     assert kernels == {v.kernel.fn.__name__ for v in VARIANTS}
 
