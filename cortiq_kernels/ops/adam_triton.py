@@ -263,7 +263,8 @@ def launch(
     shape = {"ALIGNED": tables.aligned, "R_PAD": pad}
     if tables.norm_tiles:
         adam_norm_kernel[(tables.norm_tiles,)](
-            grad, tables.tiles[0], tables.table, parts, ranges, **shape, TILE=TILE, **configs.launch("adam", size, "norm")
+            grad, tables.tiles[0], tables.table, parts, ranges,
+            **shape, TILE=TILE, **configs.launch("adam", size, "norm"),
         )  # fmt: skip
     adam_decide_kernel[(1,)](
         parts, state.norm if loss is None else loss, rate, tables.factor, plan, state.norm, ok, state.step,

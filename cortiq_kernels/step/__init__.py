@@ -11,6 +11,7 @@ strings them together for micro-batches, and for evaluation; `gates.py` trains a
 
 from cortiq_kernels.step.buffers import Buffers
 from cortiq_kernels.step.gates import GateTrainer
-from cortiq_kernels.step.train import Evaluator, Micro, StepStats, Trainer
+from cortiq_kernels.step.inputs import Micro
+from cortiq_kernels.step.train import Evaluator, StepStats, Trainer
 
 __all__ = ["Buffers", "Evaluator", "GateTrainer", "Micro", "StepStats", "Trainer"]

@@ -124,6 +124,13 @@ class Buffers:
         s, f = self._shared, self.geometry.intermediate[self.geometry.physical(layer)]
         return LayerSlots(s.x_mix, s.n_mix, cut(s.proj, p), cut(s.mix, o), s.x_mlp, s.n_mlp, cut(s.gate_up, 2 * f))
 
+    def forget(self) -> None:
+        """Drop what the ops saved in the last forward, whose memory may be used again."""
+        self.final_norm = None
+        self.loop_norms.clear()
+        for s in (self._shared, *self.kept.values()):
+            s.norm_mix = s.mixer = s.norm_mlp = None
+
     def through_mixer(self, layer: int) -> bool:
         """Whether the backward goes through a layer's mixer."""
         return layer in self.kept and layer >= self.mixers_from

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,21 +19,14 @@ from torch import Tensor
 
 from cortiq_kernels.data.batches import Batch
 from cortiq_kernels.model.weights import Weights
-from cortiq_kernels.ops.adam import AdamState
+from cortiq_kernels.ops.adam import AdamRanges, AdamState
 from cortiq_kernels.step.backward import backward, embed_backward
 from cortiq_kernels.step.buffers import Buffers
 from cortiq_kernels.step.forward import Sequences, embed, forward, rope_for
-from cortiq_kernels.step.loss import Targets, head_loss
-from cortiq_kernels.step.update import AdamOptions, update
-
-
-class Micro(NamedTuple):
-    """One micro-batch on the device: a batch, its targets, and (frozen prefix) the residual stream that enters the
-    first layer."""
-
-    batch: Batch
-    targets: Targets
-    x: Tensor | None = None
+from cortiq_kernels.step.graph import Capture, Programs
+from cortiq_kernels.step.inputs import Micro, StaticInputs, shape_of
+from cortiq_kernels.step.loss import head_loss
+from cortiq_kernels.step.update import AdamOptions, update, update_ranges
 
 
 class StepStats(NamedTuple):
@@ -47,36 +41,82 @@ class StepStats(NamedTuple):
     scale: float
 
 
-def mean_loss_and_gradients(
-    w: Weights,
-    buf: Buffers,
-    micros: Sequence[Micro],
-    rope: tuple[Tensor, Tensor],
-    scale: Tensor,
-    *,
-    stop: int,
-    masks: Mapping[int, Tensor] | None = None,
-    dmasks: Mapping[int, Tensor] | None = None,
-) -> Tensor:
-    """Mean loss over `micros` (0-d float64), and `scale` times its gradients (`=`): of what `w` trains in the layers
-    from `stop` on, and of the gates in `dmasks` (`backward`). ValueError when no row is scored."""
+def sum_of_weights(micros: Sequence[Micro]) -> float:
+    """Of all rows of a step. ValueError when no row is scored."""
     weight_sum = sum(m.batch.weight_sum for m in micros)
     if not weight_sum > 0:
         raise ValueError(
             f"step: the weights of the {len(micros)} micro-batches must sum to more than 0; got {weight_sum}; "
             "leave out steps without scored rows"
         )
-    total = torch.zeros((), dtype=torch.float64, device=w.device)
+    return weight_sum
+
+
+def micro_gradients(
+    w: Weights,
+    buf: Buffers,
+    micro: Micro,
+    rope: tuple[Tensor, Tensor],
+    total: Tensor,
+    weight_sum: Tensor,
+    scale: Tensor,
+    *,
+    stop: int,
+    accumulate: bool,
+    masks: Mapping[int, Tensor] | None = None,
+    dmasks: Mapping[int, Tensor] | None = None,
+) -> None:
+    """One micro-batch of a step. `total` (0-d f64) `=`, or `+=` with `accumulate`, its rows' weighted losses;
+    likewise the gradients, times `scale` / `weight_sum` (0-d, of the whole step), of what `w` trains in the layers from
+    `stop` on, and of the gates in `dmasks` (`backward`). Of the batch's host numbers only max_seqlen is read."""
+    batch = micro.batch
+    seqs = Sequences.build(w.geometry, batch.cu_seqlens, batch.max_seqlen, buf.n, rope)
+    x = embed(w, buf, batch.tokens) if micro.x is None else micro.x
+    forward(w, buf, x, seqs, masks=masks)
     grad_scale = scale.double() / weight_sum
-    for j, m in enumerate(micros):
-        seqs = Sequences.build(w.geometry, m.batch.cu_seqlens, m.batch.max_seqlen, buf.n, rope)
-        x = embed(w, buf, m.batch.tokens) if m.x is None else m.x
-        forward(w, buf, x, seqs, masks=masks)
-        total += head_loss(w, buf, m.batch, m.targets, grad_scale=grad_scale, accumulate=j > 0)
-        dx = backward(w, buf, buf.dhidden, seqs, stop=stop, accumulate=j > 0, masks=masks, dmasks=dmasks)
-        if stop == 0:
-            embed_backward(w, dx, m.batch.tokens, accumulate=j > 0)
-    return total / weight_sum
+    loss = head_loss(w, buf, batch, micro.targets, grad_scale=grad_scale, accumulate=accumulate)
+    if accumulate:
+        total.add_(loss)
+    else:
+        total.copy_(loss)
+    dx = backward(w, buf, buf.dhidden, seqs, stop=stop, accumulate=accumulate, masks=masks, dmasks=dmasks)
+    if stop == 0:
+        embed_backward(w, dx, batch.tokens, accumulate=accumulate)
+
+
+@dataclass
+class StepParts:
+    """The micro-batches of a step, one recorded part each (`graph.py`), with what they share in memory that stays.
+
+    `loss` (0-d f64): the mean loss of the last step. `weight_sum`, `total`: of it.
+    """
+
+    programs: Programs
+    inputs: StaticInputs
+    loss: Tensor
+    weight_sum: Tensor
+    total: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device, programs: Programs) -> StepParts:
+        loss, weight_sum, total = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
+        return cls(programs, StaticInputs(device), loss, weight_sum, total)
+
+    def run(
+        self, what: str, micros: Sequence[Micro], stop: int, work: Callable[[Micro, bool], None], buffers: Buffers
+    ) -> Tensor:
+        """`work(micro, accumulate)` for every micro-batch; -> the mean loss. Parts called `what` that another `stop`
+        was recorded for are dropped. ValueError when no row is scored."""
+        self.weight_sum.fill_(sum_of_weights(micros))
+        if self.programs.enabled:
+            self.programs.forget(lambda key: key[0] == what and key[1] != stop)
+        for j, micro in enumerate(micros):
+            if self.programs.enabled:
+                micro = self.inputs.load(micro)
+            key = (what, stop, j > 0, shape_of(micro))
+            self.programs.run(key, partial(work, micro, j > 0), after_capture=buffers.forget)
+        torch.div(self.total, self.weight_sum, out=self.loss)
+        return self.loss
 
 
 def read_stats(state: AdamState, loss: Tensor) -> StepStats:
@@ -87,13 +127,19 @@ def read_stats(state: AdamState, loss: Tensor) -> StepStats:
 
 @dataclass
 class Trainer:
-    """Owns the optimizer state and the buffers of `n` = batch * window tokens; `weights.trained` says what trains."""
+    """Owns the optimizer state and the buffers of `n` = batch * window tokens; `weights.trained` says what trains.
+
+    On a GPU a step is recorded in its second run and replayed from then on, unless `graph` is False: the same bits, and
+    the host is not what limits it. `programs.reason` says why one is not. `capture`: what records, for tests.
+    """
 
     weights: Weights
     n: int
     max_seqlen: int
     options: AdamOptions = field(default_factory=AdamOptions)
     loss_scale: float = 1.0
+    graph: bool = True
+    capture: Callable[[], Capture] | None = None
 
     def __post_init__(self) -> None:
         w = self.weights
@@ -104,11 +150,20 @@ class Trainer:
         self.buffers = Buffers(w.geometry, self.n, w.dtype, w.device, first=w.first_layer, save_from=w.train_from)
         self.state = AdamState.new(w.device, scale=self.loss_scale)
         self.rope = rope_for(w, self.max_seqlen)
-        self.loss = torch.zeros((), dtype=torch.float64, device=w.device)
+        self.programs = Programs(w.device, enabled=self.graph, capture=self.capture)
+        self.parts = StepParts.on(w.device, self.programs)
+        self.rate = torch.zeros((), dtype=torch.float64, device=w.device)
+        self._ranges = AdamRanges([])
+
+    @property
+    def loss(self) -> Tensor:
+        """Mean loss of the last step: 0-d, the same memory in every step."""
+        return self.parts.loss
 
     def gradients(self, micros: Sequence[Micro], *, from_layer: int | None = None) -> Tensor:
         """Gradients of the mean loss over `micros`, times the loss scale, into `weights.trained.grad`; returns the
-        loss (0-d). `from_layer` is `weights.train_from` or above. ValueError when no row is scored."""
+        loss (0-d, valid until the next call). `from_layer` is `weights.train_from` or above. ValueError when no row is
+        scored."""
         w, buf = self.weights, self.buffers
         stop = w.train_from if from_layer is None else from_layer
         if not w.train_from <= stop <= w.geometry.n_layers:
@@ -116,8 +171,14 @@ class Trainer:
                 f"Trainer: from_layer must be between train_from {w.train_from} and the {w.geometry.n_layers} layers; "
                 f"got {stop}; load the weights with a lower train_from="
             )
-        self.loss = mean_loss_and_gradients(w, buf, micros, self.rope, self.state.scale, stop=stop)
-        return self.loss
+
+        def one(micro: Micro, accumulate: bool) -> None:
+            micro_gradients(
+                w, buf, micro, self.rope, self.parts.total, self.parts.weight_sum, self.state.scale, stop=stop,
+                accumulate=accumulate,
+            )  # fmt: skip
+
+        return self.parts.run("step", micros, stop, one, buf)
 
     def step(
         self,
@@ -136,15 +197,14 @@ class Trainer:
         self, rate: float, *, from_layer: int | None = None, factor: Callable[[int], float] | None = None
     ) -> None:
         """The update alone, from the gradients and the loss that `gradients` left."""
-        update(
-            self.weights,
-            self.state,
-            self.loss,
-            rate,
-            self.options,
-            from_layer=self.weights.first_layer if from_layer is None else from_layer,
-            factor=factor,
-        )
+        w = self.weights
+        ranges = update_ranges(w, w.first_layer if from_layer is None else from_layer, factor)
+        if ranges != self._ranges.ranges:  # the trained window has moved, or its rates have
+            self._ranges = AdamRanges(ranges)
+            self.programs.forget(lambda key: key[0] == "update")
+        self.rate.fill_(rate)
+        work = partial(update, w, self.state, self.loss, self.rate, self.options, self._ranges)
+        self.programs.run(("update",), work)
 
     def sequences(self, batch: Batch) -> Sequences:
         return Sequences.build(self.weights.geometry, batch.cu_seqlens, batch.max_seqlen, self.n, self.rope)
