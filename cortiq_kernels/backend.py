@@ -203,6 +203,11 @@ class CopyLane:
         torch.cuda.current_stream(self._device).wait_event(copies)
 
 
+def copy_lane(device: torch.device) -> CopyLane | None:
+    """A stream for copies to `device`; None for a CPU, which has nothing to copy to."""
+    return CopyLane(device) if device.type == "cuda" else None
+
+
 @contextlib.contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
     """Within the context, ask torch for algorithms that give the same bits in every run (the rest warns)."""

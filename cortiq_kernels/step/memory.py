@@ -63,7 +63,8 @@ def train_bytes(
     through = max(train_from, mixers_from)
     work = [layer_workspace(g, i, n, window, dtype, device, backward=i >= through) for i in layers]
     work += [mlp_workspace(g, i, n, dtype, backward=True) for i in kept]
-    update = _ADAM_COPIES * acc * min(trained, _ADAM_CHUNK.get(device, _ADAM_CHUNK["cpu"]))
+    in_kernels = device == "cuda" and dtype != torch.float64
+    update = 0 if in_kernels else _ADAM_COPIES * acc * min(trained, _ADAM_CHUNK.get(device, _ADAM_CHUNK["cpu"]))
     return StepBytes(buffers.nbytes, saved, max(*work, update), head_bytes(g, rows, dtype, device, backward=True))
 
 

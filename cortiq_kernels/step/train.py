@@ -246,27 +246,45 @@ class Trainer:
 
 @dataclass
 class Evaluator:
-    """Forward-only passes over batches of `n` tokens; lends a trainer's buffers when given them. `masks` maps a layer
-    to its per-neuron gate [F] in the accumulation dtype (absent: 1), and may be set between passes."""
+    """Forward-only passes over batches of `n` tokens; lends a trainer's buffers when given them, and then its
+    `programs`, whose graphs share memory. `masks` maps a layer to its per-neuron gate [F] in the accumulation dtype
+    (absent: 1), and may be set between passes; passes with masks are not recorded."""
 
     weights: Weights
     n: int
     max_seqlen: int
     buffers: Buffers | None = None
     masks: Mapping[int, Tensor] | None = None
+    programs: Programs | None = None
 
     def __post_init__(self) -> None:
         w = self.weights
         if self.buffers is None:
             self.buffers = Buffers(w.geometry, self.n, w.dtype, w.device, first=w.first_layer)
+        if self.programs is None:
+            self.programs = Programs(w.device)
         self.rope = rope_for(w, self.max_seqlen)
+        self._inputs = StaticInputs(w.device)
 
     def hidden(self, batch: Batch, x: Tensor | None = None) -> Tensor:
         """Hidden states [N, H] of a batch on the device (valid until the next call)."""
+        buf, programs = self.buffers, self.programs
+        assert buf is not None and programs is not None
+        if self.masks or not programs.enabled:
+            self._forward(batch.tokens, batch.cu_seqlens, batch.max_seqlen, x)
+            return buf.hidden
+        tensors = [batch.tokens, batch.cu_seqlens] + ([] if x is None else [x])
+        static = [self._inputs.keep(i, t) for i, t in enumerate(tensors)]
+        key = ("hidden", batch.max_seqlen, *(tuple(t.shape) for t in static))
+        work = partial(self._forward, static[0], static[1], batch.max_seqlen, None if x is None else static[2])
+        programs.run(key, work, after_capture=buf.forget)
+        return buf.hidden
+
+    def _forward(self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, x: Tensor | None) -> None:
         w, buf = self.weights, self.buffers
         assert buf is not None
-        seqs = Sequences.build(w.geometry, batch.cu_seqlens, batch.max_seqlen, self.n, self.rope)
-        return forward(w, buf, embed(w, buf, batch.tokens) if x is None else x, seqs, save=False, masks=self.masks)
+        seqs = Sequences.build(w.geometry, cu_seqlens, max_seqlen, self.n, self.rope)
+        forward(w, buf, embed(w, buf, tokens) if x is None else x, seqs, save=False, masks=self.masks)
 
     def loss(self, micros: Iterable[Micro]) -> float:
         """Mean loss over all rows of all micro-batches: sum of w * loss / sum of w. Waits for the device once, at the

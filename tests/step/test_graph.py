@@ -11,7 +11,7 @@ from ops_close import bits
 from tiny import batch, geometry, targets
 
 from cortiq_kernels.model.weights import Weights
-from cortiq_kernels.step import GateTrainer, Micro, Trainer
+from cortiq_kernels.step import Evaluator, GateTrainer, Micro, Trainer
 from cortiq_kernels.step.graph import LIMIT, Programs
 from cortiq_kernels.step.inputs import StaticInputs, shape_of
 from cortiq_kernels.step.loss import Targets, pad_rows
@@ -164,6 +164,24 @@ def test_gates_are_recorded_too(pools):
         results.append((bits(t.logits, t.m, t.v, t.loss), t.read()))
     assert results[0] == results[1]
     assert len(t.programs.recorded) == 1
+
+
+def test_evaluations_are_recorded_on_the_trainer_s_memory(pools):
+    """Between steps, whose graphs they do not disturb; with masks they run."""
+    results = []
+    for graph in (False, True):
+        g, w, t = trainer(graph)
+        evaluator = Evaluator(w, 140, 70, t.buffers, programs=t.programs)
+        seen = []
+        for i in range(4):
+            t.step([micro(g, LENGTHS[i], seed=i)], rate=1e-3)
+            seen.append(evaluator.loss([micro(g, LENGTHS[j], seed=j) for j in range(3)]))
+        evaluator.masks = {0: torch.zeros(48)}
+        seen.append(evaluator.loss([micro(g, LENGTHS[0])]))
+        results.append((seen, state(w, t)))
+    assert results[0] == results[1]
+    assert sorted(k[0] for k in t.programs.recorded) == ["hidden", "step", "update"]
+    assert len(pools) == 1
 
 
 @pytest.mark.parametrize("what", [dict(graph=False), dict()])
