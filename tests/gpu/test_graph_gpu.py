@@ -12,7 +12,8 @@ from tiny import batch, geometry, targets
 
 from cortiq_kernels import backend
 from cortiq_kernels.model.weights import Weights
-from cortiq_kernels.step import GateTrainer, Micro, Trainer
+from cortiq_kernels.step import Evaluator, GateTrainer, Micro, Trainer
+from cortiq_kernels.step.inputs import Ahead
 from cortiq_kernels.step.loss import Targets, pad_rows
 
 pytestmark = [
@@ -141,3 +142,32 @@ def test_gates_replay():
         results.append((bits(t.logits, t.m, t.v, t.loss), t.read()))
     assert results[0] == results[1]
     assert len(t.programs.recorded) == 1
+
+
+def test_what_is_copied_ahead_trains_alike_without_a_wait():
+    """Batches built on the host: pinned memory, a stream of their own, and evaluations in between."""
+    g = make(False)[0]
+    hosts = []
+    for i in range(8):
+        m = micro(g, LENGTHS[i % 4], seed=i)
+        hosts.append(Micro(m.batch.to("cpu"), m.targets.to(torch.device("cpu"))))
+    results = []
+    for graph in (False, True):
+        _, w, t = make(graph)
+        evaluator = Evaluator(w, 2 * WINDOW, WINDOW, t.buffers, programs=t.programs)
+        ahead = Ahead(CUDA, hosts.__getitem__, backend.copy_lane(CUDA))
+        seen = []
+        for i in range(7):
+            m = ahead[i]
+            if i < 3:
+                t.step([m], 1e-3)
+                ahead.prepare([i + 1])
+                seen.append(evaluator.loss([m]))
+            else:
+                with no_sync():
+                    t.step([m], 1e-3)
+                    ahead.prepare([i + 1])
+            seen.append(state(w, t))
+        results.append(seen)
+    assert results[0] == results[1]
+    assert sorted(k[0] for k in t.programs.recorded) == ["hidden", "step", "update"]
