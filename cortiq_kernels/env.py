@@ -18,7 +18,7 @@ OPS = (
     "topk_softmax", "embedding", "adam", "gram",
 )  # fmt: skip
 GATED_DELTA = ("gdn_mixer", "chunk_gated_delta_rule")
-WITH_KERNELS = (*GATED_DELTA, "head_topk_kl", "topk_softmax")  # on CUDA tensors below float64
+WITH_KERNELS = (*GATED_DELTA, "head_topk_kl", "topk_softmax", "adam")  # on CUDA tensors below float64
 
 
 def collect() -> dict[str, Any]:

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cortiq_kernels.ops import configs
+from cortiq_kernels.ops import configs, jit
 
 if TYPE_CHECKING:
     from cortiq_kernels.ops.adam import AdamRange, AdamState
@@ -54,7 +54,7 @@ def _range_of(tile, tiles_ptr, table_ptr, ranges, ALIGNED: tl.constexpr, R_PAD: 
     return mine, start, offset, left
 
 
-@triton.jit
+@jit.kernel
 def adam_norm_kernel(
     grad_ptr,  # [n]
     tiles_ptr,  # [R]
@@ -80,7 +80,7 @@ def adam_norm_kernel(
     tl.store(parts_ptr + tile, tl.sum(total, 0))
 
 
-@triton.jit
+@jit.kernel
 def adam_decide_kernel(
     parts_ptr,  # [P]
     loss_ptr,  # 0-d f64
@@ -141,7 +141,7 @@ def adam_decide_kernel(
     tl.store(scale_ptr, tl.where(ok, scale, halved))
 
 
-@triton.jit
+@jit.kernel
 def adam_update_kernel(
     param_ptr,  # [n]
     grad_ptr,  # [n]
