@@ -84,6 +84,28 @@ def micro_gradients(
         embed_backward(w, dx, batch.tokens, accumulate=accumulate)
 
 
+def mean_loss_and_gradients(
+    w: Weights,
+    buf: Buffers,
+    micros: Sequence[Micro],
+    rope: tuple[Tensor, Tensor],
+    scale: Tensor,
+    *,
+    stop: int,
+    masks: Mapping[int, Tensor] | None = None,
+    dmasks: Mapping[int, Tensor] | None = None,
+) -> Tensor:
+    """Mean loss over `micros` (0-d float64), and `scale` times its gradients (`=`); see `micro_gradients`. ValueError
+    when no row is scored. For what is no training step; `StepParts` is the same, recorded."""
+    weight_sum = torch.full((), sum_of_weights(micros), dtype=torch.float64, device=w.device)
+    total = torch.zeros_like(weight_sum)
+    for j, m in enumerate(micros):
+        micro_gradients(
+            w, buf, m, rope, total, weight_sum, scale, stop=stop, accumulate=j > 0, masks=masks, dmasks=dmasks
+        )  # fmt: skip
+    return total / weight_sum
+
+
 @dataclass
 class StepParts:
     """The micro-batches of a step, one recorded part each (`graph.py`), with what they share in memory that stays.
