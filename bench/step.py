@@ -50,14 +50,13 @@ class Run(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; 0 when the loss fell."""
-    args = _parse(argv)
+    args = parse(argv, "bench.step", __doc__ or "")
     device = pick_device(args.device)
     dtype = backend.DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "f32")]
     g = geometry(args.size)
     print(headline(device, args.commit))
-    records = RECORDS if args.packing == "records" else 1
     n = args.batch * args.window
-    micro = random_micro(g, args.batch, args.window, args.topk, device, records)
+    micro = micro_of(args, g, device)
     weights = Weights.random(g, dtype=dtype, device=device, train="layers", generate_on=device)
     size = f"{args.size} batch {args.batch} window {args.window} top-k {args.topk}, {args.packing}"
     print(f"{size}, {backend.dtype_name(dtype)}, layers trained")
@@ -145,6 +144,12 @@ def teacher_pass(
     return {"median_ms": timing.median, "p20_ms": timing.p20, "p80_ms": timing.p80, "method": timing.method}
 
 
+def micro_of(args: argparse.Namespace, g: Geometry, device: torch.device) -> Micro:
+    """The batch that the arguments describe."""
+    records = RECORDS if args.packing == "records" else 1
+    return random_micro(g, args.batch, args.window, args.topk, device, records)
+
+
 def random_micro(g: Geometry, batch: int, window: int, topk: int, device: torch.device, records: int = 1) -> Micro:
     """Full windows of `records` records of random tokens (the longest 8 times the shortest); every row but a record's
     last is scored against random targets of distinct ids."""
@@ -209,8 +214,9 @@ def red(losses: Sequence[float], accepted: int, skipped: int) -> str:
     return ""
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.step", description=(__doc__ or "").split("\n\n", 1)[1])
+def parse(argv: Sequence[str] | None, program: str, about: str) -> argparse.Namespace:
+    """Which step to run, and how it is reported."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=about.split("\n\n", 1)[1])
     parser.add_argument("--size", default="0.8B", choices=(SMALL, *PUBLISHED), help="geometry; small runs on a CPU")
     parser.add_argument("--batch", type=int, default=4, help="windows a step")
     parser.add_argument("--window", type=int, default=2048, help="tokens a window")

@@ -7,6 +7,7 @@ that cannot be met is an error, never a quiet fallback. Ops do not come here: th
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib.metadata
 import os
@@ -156,7 +157,7 @@ class GraphCapture:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         with torch.cuda.device(device):
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(device)
 
     def __call__(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Raises RuntimeError when `work` does something that a graph cannot hold, such as waiting for the device."""
@@ -168,6 +169,12 @@ class GraphCapture:
         ):
             work()
         return graph
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps a workspace of 32 MB for every stream that it has seen, for good."""
+    return torch.cuda.Stream(device)
 
 
 class CopyLane:
