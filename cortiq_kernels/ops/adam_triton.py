@@ -66,6 +66,7 @@ def adam_norm_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """The sum of squares of one tile of the gradient."""
     tile = tl.program_id(0)
     _, start, offset, left = _range_of(tile, tiles_ptr, table_ptr, ranges, ALIGNED, R_PAD, TILE)
     lane = tl.arange(0, BLOCK)
@@ -103,6 +104,7 @@ def adam_decide_kernel(
     R_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One program: norm, ok and plan of the step, and the counters after it."""
     lane = tl.arange(0, BLOCK)
     sums = tl.zeros([BLOCK], tl.float64)
     for at in range(0, parts, BLOCK):
@@ -163,6 +165,7 @@ def adam_update_kernel(
     R_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Clip, Adam and the plane of one tile; a refused step stores nothing."""
     work = m_ptr.dtype.element_ty
     tile = tl.program_id(0)
     mine, start, offset, left = _range_of(tile, tiles_ptr, table_ptr, ranges, ALIGNED, R_PAD, BLOCK)
