@@ -82,5 +82,6 @@ def head_loss(
         dhead=w.grad("head") if need_grad else None,
         accumulate=accumulate,
         need_grad=need_grad,
+        slab=buf.logits_slab(w.geometry.vocab),
     )
     return result.total + targets.const

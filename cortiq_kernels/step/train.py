@@ -125,17 +125,19 @@ class StepParts:
         return cls(programs, StaticInputs(device), loss, weight_sum, total)
 
     def run(
-        self, what: str, micros: Sequence[Micro], stop: int, work: Callable[[Micro, bool], None], buffers: Buffers
-    ) -> Tensor:
-        """`work(micro, accumulate)` for every micro-batch; -> the mean loss. Parts called `what` that another `stop`
-        was recorded for are dropped. ValueError when no row is scored."""
+        self, what: str, micros: Sequence[Micro], stop: int, work: Callable[[Micro, bool], None], buffers: Buffers,
+        masks: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`work(micro, accumulate)` for every micro-batch; -> the mean loss. Parts called `what` that another `stop` or
+        the memory of other `masks` was recorded for are dropped. ValueError when no row is scored."""
+        trains = (stop, tuple((i, t.data_ptr(), t.numel()) for i, t in sorted((masks or {}).items())))
         self.weight_sum.fill_(sum_of_weights(micros))
         if self.programs.enabled:
-            self.programs.forget(lambda key: key[0] == what and key[1] != stop)
+            self.programs.forget(lambda key: key[0] == what and key[1] != trains)
         for j, micro in enumerate(micros):
             if self.programs.enabled:
                 micro = self.inputs.load(micro)
-            key = (what, stop, j > 0, shape_of(micro))
+            key = (what, trains, j > 0, shape_of(micro))
             self.programs.run(key, partial(work, micro, j > 0), after_capture=buffers.forget)
         torch.div(self.total, self.weight_sum, out=self.loss)
         return self.loss
@@ -152,7 +154,8 @@ class Trainer:
     """Owns the optimizer state and the buffers of `n` = batch * window tokens; `weights.trained` says what trains.
 
     On a GPU a step is recorded in its second run and replayed from then on, unless `graph` is False: the same bits, and
-    the host is not what limits it. `programs.reason` says why one is not. `capture`: what records, for tests.
+    the host is not what limits it. `programs.reason` says why one is not. `capture`: what records, for tests. `masks`:
+    as of `Evaluator`.
     """
 
     weights: Weights
@@ -160,6 +163,7 @@ class Trainer:
     max_seqlen: int
     options: AdamOptions = field(default_factory=AdamOptions)
     loss_scale: float = 1.0
+    masks: Mapping[int, Tensor] | None = None
     graph: bool = True
     capture: Callable[[], Capture] | None = None
 
@@ -197,10 +201,11 @@ class Trainer:
         def one(micro: Micro, accumulate: bool) -> None:
             micro_gradients(
                 w, buf, micro, self.rope, self.parts.total, self.parts.weight_sum, self.state.scale, stop=stop,
-                accumulate=accumulate,
+                accumulate=accumulate, masks=masks,
             )  # fmt: skip
 
-        return self.parts.run("step", micros, stop, one, buf)
+        masks = self.masks
+        return self.parts.run("step", micros, stop, one, buf, masks)
 
     def step(
         self,

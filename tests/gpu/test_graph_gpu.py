@@ -85,7 +85,7 @@ def test_micro_batches_windows_and_a_prefix():
         results.append(seen)
     for a, b in zip(*results, strict=True):
         assert a[1] == b[1] and a[0] == b[0]
-    assert {k[1] for k in t.programs.recorded if k[0] == "step"} == {1}
+    assert {k[1][0] for k in t.programs.recorded if k[0] == "step"} == {1}
 
 
 def test_a_planted_inf_leaves_every_byte_in_a_replay():

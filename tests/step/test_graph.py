@@ -99,7 +99,7 @@ def test_micro_batches_of_a_step_have_graphs_for_the_first_and_for_the_others(po
             seen.append(state(w, t))
         results.append(seen)
     assert results[0] == results[1]
-    assert sorted(k[:3] for k in t.programs.recorded if k[0] == "step") == [("step", 0, False), ("step", 0, True)]
+    assert sorted(k[2] for k in t.programs.recorded if k[0] == "step") == [False, True]
 
 
 def test_another_trained_window_is_another_graph_and_the_old_one_goes(pools):
@@ -116,7 +116,7 @@ def test_another_trained_window_is_another_graph_and_the_old_one_goes(pools):
     assert results[0] == results[1]
     assert sum(p.recorded for p in pools) == 5  # two windows; of the update three sets of rates
     assert sum(p.dropped for p in pools) == 3
-    assert {k[1] for k in t.programs.recorded if k[0] == "step"} == {1}
+    assert {k[1][0] for k in t.programs.recorded if k[0] == "step"} == {1}
 
 
 def test_other_shapes_are_other_graphs(pools):
@@ -138,6 +138,21 @@ def test_a_frozen_prefix_is_an_input(pools):
             t.step([micro(g, LENGTHS[i], x=x)], rate=1e-3)
         results.append(state(w, t))
     assert results[0] == results[1]
+
+
+def test_masks_are_read_where_they_lie_and_others_are_another_graph(pools):
+    results = []
+    for graph in (False, True):
+        g, w, t = trainer(graph)
+        mask, seen = torch.ones(48), []
+        for i in range(7):
+            mask[:] = torch.linspace(0, 1, 48) * i
+            t.masks = {1: mask} if i < 4 else {1: mask.clone()} if i == 4 else None
+            t.step([micro(g, LENGTHS[i % 4], seed=i)], rate=1e-3)
+            seen.append(state(w, t))
+        results.append(seen)
+    assert results[0] == results[1]
+    assert len([k for k in t.programs.recorded if k[0] == "step"]) == 1 and pools[0].dropped == 1
 
 
 def test_a_skipped_step_is_replayed_like_any_other(pools):
