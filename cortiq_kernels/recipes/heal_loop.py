@@ -33,7 +33,12 @@ from cortiq_kernels.step.loss import pad_rows
 from cortiq_kernels.step.update import AdamOptions
 
 F16_LOSS_SCALE = 4096.0
-ROW_MULTIPLE = 512  # scored rows of a batch on a GPU are padded to this
+ROW_MULTIPLE = 512  # scored rows of a batch on a GPU are padded to this, or to what makes 16 sizes at most
+
+
+def row_multiple(n: int) -> int:
+    """What the scored rows of batches of `n` tokens are padded to a multiple of: every size is a graph of its own."""
+    return max(ROW_MULTIPLE, -(-n // (16 * ROW_MULTIPLE)) * ROW_MULTIPLE)
 
 
 class Feed:
@@ -45,6 +50,7 @@ class Feed:
     def __init__(self, plan: Taught, targets: HealTargets, prefix: PrefixCache | None = None):
         self.batches, self.targets, self.prefix = plan.batches, targets, prefix
         self.device, self.dtype = plan.device.device, plan.dtype.dtype
+        self.multiple = row_multiple(plan.n)
         self._ahead = Ahead(self.device, self._host, backend.copy_lane(self.device))
 
     def __getitem__(self, i: int) -> Micro:
@@ -64,7 +70,7 @@ class Feed:
     def _host(self, i: int) -> Micro:
         batch, targets = self.batches[i], self.targets[i]
         if self.device.type == "cuda":
-            batch, targets = pad_rows(batch, targets, ROW_MULTIPLE)
+            batch, targets = pad_rows(batch, targets, self.multiple)
         return Micro(batch, targets, None if self.prefix is None else self.prefix[i])
 
 

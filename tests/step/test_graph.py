@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from ops_close import bits
+from recorder import Recorder
 from tiny import batch, geometry, targets
 
 from cortiq_kernels.model.weights import Weights
@@ -17,32 +18,6 @@ from cortiq_kernels.step.inputs import StaticInputs, shape_of
 from cortiq_kernels.step.loss import Targets, pad_rows
 
 CPU = torch.device("cpu")
-
-
-class Recorder:
-    """A pool of graphs that are none: replaying calls the function. Counts what was recorded, replayed and dropped."""
-
-    made: list[Recorder] = []
-
-    def __init__(self):
-        self.recorded, self.replays, self.dropped = 0, 0, 0
-        Recorder.made.append(self)
-
-    def __call__(self, work):
-        self.recorded += 1
-        pool, alive = self, [True]
-
-        class Graph:
-            def replay(self):
-                assert alive[0], "a dropped graph was replayed"
-                pool.replays += 1
-                work()
-
-            def reset(self):
-                alive[0] = False
-                pool.dropped += 1
-
-        return Graph()
 
 
 @pytest.fixture(autouse=True)
