@@ -48,6 +48,9 @@ def test_a_recorded_heal_is_a_heal(world, tmp_path, build, monkeypatch, train_fr
     assert sum(p.replays for p in Recorder.made) > 2 * plain.steps > sum(p.recorded for p in Recorder.made)
 
 
-@pytest.mark.parametrize("n,multiple", [(1, 512), (8192, 512), (8193, 1024), (16384, 1024), (65536, 4096), (65537, 4608)])
+SIZES = [(1, 512), (8192, 512), (8193, 1024), (16384, 1024), (65536, 4096), (65537, 4608)]
+
+
+@pytest.mark.parametrize("n,multiple", SIZES)
 def test_scored_rows_come_in_sixteen_sizes_at_most(n, multiple):
     assert heal_loop.row_multiple(n) == multiple and -(-n // multiple) <= 16
