@@ -63,8 +63,9 @@ class Programs:
         """Keys that are replayed."""
         return [key for key, graph in self._known.items() if graph is not None]
 
-    def run(self, key: Hashable, work: Work, *, after_capture: Work = lambda: None) -> None:
-        """`work`, run, recorded or replayed. `after_capture` drops what recording left behind."""
+    def run(self, key: Hashable, work: Work, *, release: Work = lambda: None) -> None:
+        """`work`, run, recorded or replayed. `release` drops tensors that a run or a recording left behind: those of a
+        run would take their memory a second time, those of a recording keep it from the next."""
         if self.reason:
             work()
             return
@@ -74,14 +75,15 @@ class Programs:
             return
         graph = self._known.pop(key)
         if graph is None:
+            release()
             try:
                 graph = self._record(work)
             except RuntimeError as e:
-                after_capture()
+                release()
                 self._give_up(e)
                 work()
                 return
-            after_capture()
+            release()
         self._known[key] = graph
         graph.replay()
         while len(self.recorded) > LIMIT:

@@ -138,7 +138,7 @@ class StepParts:
             if self.programs.enabled:
                 micro = self.inputs.load(micro)
             key = (what, trains, j > 0, shape_of(micro))
-            self.programs.run(key, partial(work, micro, j > 0), after_capture=buffers.forget)
+            self.programs.run(key, partial(work, micro, j > 0), release=buffers.forget)
         torch.div(self.total, self.weight_sum, out=self.loss)
         return self.loss
 
@@ -304,7 +304,7 @@ class Evaluator:
         static = [self._inputs.keep(i, t) for i, t in enumerate(tensors)]
         key = ("hidden", batch.max_seqlen, *(tuple(t.shape) for t in static))
         work = partial(self._forward, static[0], static[1], batch.max_seqlen, None if x is None else static[2])
-        programs.run(key, work, after_capture=buf.forget)
+        programs.run(key, work, release=buf.forget)
         return buf.hidden
 
     def _forward(self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, x: Tensor | None) -> None:
