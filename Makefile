@@ -1,6 +1,6 @@
 # Every target sets up what it needs in $(VENV) on first use; a second run starts at once and needs no network.
 #
-#   make demo | test | fuzz | lint | bench | venv | clean | help
+#   make demo | test | fuzz | lint | bench | profile | venv | clean | help
 #
 # Overrides:  PYTHON=python3.12   the interpreter that creates the environment (3.10 or newer)
 #             VENV=/some/where    the environment; one that exists already is kept, its torch too if it is recent enough
@@ -21,7 +21,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP       := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test fuzz lint bench clean
+.PHONY: help venv demo test fuzz lint bench profile clean
 
 help:
 	@echo "make demo    fold the small model that ships here with repair, heal it, score it (minutes on two CPU cores)"
@@ -29,6 +29,7 @@ help:
 	@echo "make fuzz    1,000 damaged input files of each kind (CASES=, SEED=)"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   every op: correctness gate, then its speed (small shapes where there is no GPU)"
+	@echo "make profile where the time of a training step goes, by op (ARGS=\"--size 4B\"; a small model where there is no GPU)"
 	@echo "make venv    only the set-up, in $(VENV)"
 	@echo "make clean   remove $(VENV), caches and build output"
 
@@ -58,6 +59,10 @@ lint: $(DEV_READY)
 
 bench: $(RUN_READY)
 	$(PY) -m bench.run $(ARGS)
+
+# --size comes first, so that one in ARGS is the one that counts.
+profile: $(RUN_READY)
+	$(PY) -m bench.profile --size $$($(PY) -c 'import torch; print("0.8B" if torch.cuda.is_available() else "small")') --json $(ARGS)
 
 venv: $(DEV_READY)
 

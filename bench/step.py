@@ -1,10 +1,12 @@
 """Measure a whole training step: `python -m bench.step --size 0.8B --batch 4 --window 2048 --topk 64 [--json [F]]`.
 
 Random weights of a published geometry, one fixed batch of random tokens with random top-k targets, all layers trained,
-the head frozen (what healing does by default). The loss of that batch has to fall over the steps, every step has to be
-accepted, and nothing may be NaN: otherwise no time is reported and the exit status is 1. "of floor" holds the step
-against the time that its matrix products alone would take at this device's rate for one large product, measured in the
-same run.
+the head frozen (what healing does by default). `--packing records` fills every window with 8 records of uneven length
+instead of one. The step is timed as the trainer runs it, replayed from CUDA graphs on a GPU, and beside it as plain
+launches. The loss of the batch has to fall over the steps, every step has to be accepted, and nothing may be NaN:
+otherwise no time is reported and the exit status is 1. "of floor" holds the step against its own matrix products,
+called in the same order on the same memory in the same run, weight gradients in float32. `--teacher` adds the teacher's
+pass: forward, head and top-k of every scored row.
 """
 
 from __future__ import annotations
@@ -14,93 +16,154 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.floor import measure_floor
 from bench.geometries import PUBLISHED, SMALL, geometry
-from bench.registry import Work
 from bench.report import headline, pick_device, results_path, write_json
-from bench.timing import summary
+from bench.step_gemms import measure_products
+from bench.timing import Timing, measure, summary
 from cortiq_kernels import backend
 from cortiq_kernels.data.batches import Batch
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.weights import Weights
-from cortiq_kernels.step import Micro, Trainer
+from cortiq_kernels.ops.topk import topk_softmax
+from cortiq_kernels.recipes.rows import logits_of
+from cortiq_kernels.step import Evaluator, Micro, Trainer
 from cortiq_kernels.step.loss import Targets
+
+RECORDS = 8  # of a window, with --packing records
+
+
+class Run(NamedTuple):
+    """The steps of one trainer."""
+
+    timing: Timing
+    losses: list[float]
+    why_red: str
+    first_s: float
+    peak: int | None
+    reason: str  # why nothing was replayed; "" when it was
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; 0 when the loss fell."""
-    args = _parse(argv)
+    args = parse(argv, "bench.step", __doc__ or "")
     device = pick_device(args.device)
     dtype = backend.DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "f32")]
     g = geometry(args.size)
     print(headline(device, args.commit))
-    floor = measure_floor(device, dtype)
-    print(f"floor: copy {floor.copy_gbs:.0f} GB/s, {floor.dtype} GEMM {floor.gemm_tflops:.3g} TFLOP/s")
-    backend.release(device)
-
     n = args.batch * args.window
+    micro = micro_of(args, g, device)
     weights = Weights.random(g, dtype=dtype, device=device, train="layers", generate_on=device)
+    size = f"{args.size} batch {args.batch} window {args.window} top-k {args.topk}, {args.packing}"
+    print(f"{size}, {backend.dtype_name(dtype)}, layers trained")
+
     trainer = Trainer(weights, n, args.window)
-    micro = random_micro(g, args.batch, args.window, args.topk, device)
+    run = measured(trainer, micro, args, device)
+    runs = {"graph": run} if not run.reason else {"eager": run}
+    floor, sound = measure_products(trainer, micro.batch.n_scored, device)
+    del trainer
+    backend.release(device)
+    if not run.reason:
+        runs["eager"] = measured(Trainer(weights, n, args.window, graph=False), micro, args, device)
+        backend.release(device)
+    figures: dict[str, object] = {"gemm_floor_ms": floor.median}
+    status = 0
+    for name, r in runs.items():
+        print(f"{name}: loss by step " + " ".join(f"{x:.4f}" for x in r.losses))
+        if r.why_red or not sound:
+            print(f"{name}: gate RED, no time reported: {r.why_red or 'a matrix product is not finite'}")
+            status = 1
+            continue
+        memory = "not counted on a CPU" if r.peak is None else f"{r.peak / 2**30:.2f} GiB"
+        print(
+            f"{name}: step {r.timing.median:.2f} ms (p20 {r.timing.p20:.2f}, p80 {r.timing.p80:.2f}), "
+            f"{n / r.timing.median * 1e3:.0f} tokens/s, {r.timing.median / floor.median:.2f} x its matrix products "
+            f"({floor.median:.2f} ms), peak {memory}, first step {r.first_s:.1f} s"
+            + (f" (no graph: {r.reason})" if r.reason and name == "eager" and len(runs) == 1 else "")
+        )
+        figures[name] = {
+            "median_ms": r.timing.median,
+            "p20_ms": r.timing.p20,
+            "p80_ms": r.timing.p80,
+            "repeats": r.timing.repeats,
+            "method": r.timing.method,
+            "tokens_per_s": n / r.timing.median * 1e3,
+            "of_floor": r.timing.median / floor.median,
+            "peak_bytes": r.peak,
+            "first_step_s": r.first_s,
+            "loss_by_step": r.losses,
+        }
+    if args.teacher:
+        figures["teacher"] = teacher_pass(weights, micro, args, device)
+    if args.json is not None and status == 0:
+        kind = "" if args.packing == "stream" else f"-{args.packing}"
+        path = Path(args.json) if args.json else results_path(device, f"step-{args.size}{kind}.json")
+        shape = {"size": args.size, "batch": args.batch, "window": args.window, "topk": args.topk, "train": "layers"}
+        shape |= {"packing": args.packing, "dtype": backend.dtype_name(dtype), "rate": args.rate}
+        write_json(path, device, args.commit, {"step": shape | figures})
+        print(f"wrote {path}")
+    return status
+
+
+def measured(trainer: Trainer, micro: Micro, args: argparse.Namespace, device: torch.device) -> Run:
+    """The first step, one more (in which a graph is recorded), and `args.steps` that are timed."""
     backend.reset_peak(device)
     start = time.perf_counter()
     trainer.step([micro], args.rate)
     losses = [trainer.loss.clone()]
     backend.synchronize(device)
-    cold = time.perf_counter() - start
+    first = time.perf_counter() - start
+    for _ in range(2):
+        trainer.step([micro], args.rate)
+        losses.append(trainer.loss.clone())
     times = run_steps(trainer, micro, args.rate, args.steps, device, losses)
-    stats = trainer.read()
-    values = [float(x) for x in losses]
-
-    size = f"{args.size} batch {args.batch} window {args.window} top-k {args.topk}"
-    print(f"{size} {backend.dtype_name(dtype)}, layers trained")
-    print("loss by step: " + " ".join(f"{x:.4f}" for x in values))
-    if reason := red(values, stats.steps, stats.skipped):
-        print(f"gate RED, no time reported: {reason}")
-        return 1
+    stats, values = trainer.read(), [float(x) for x in losses]
     timing = summary(times, "events" if device.type == "cuda" else "host clock")
-    work = gemm_work(g, n)
-    best = floor.ms(work)
-    peak = backend.peak_bytes(device)
-    memory = "not counted on a CPU" if peak is None else f"{peak / 2**30:.2f} GiB"
-    print(
-        f"step {timing.median:.2f} ms (p20 {timing.p20:.2f}, p80 {timing.p80:.2f}), "
-        f"{n / timing.median * 1e3:.0f} tokens/s, {100 * best / timing.median:.1f} % of floor "
-        f"({best:.2f} ms of matrix products), peak {memory}, first step {cold:.1f} s"
-    )
-    if args.json is not None:
-        path = Path(args.json) if args.json else results_path(device, f"step-{args.size}.json")
-        shape = {"size": args.size, "batch": args.batch, "window": args.window, "topk": args.topk, "train": "layers"}
-        figures = {
-            "dtype": floor.dtype,
-            "rate": args.rate,
-            "median_ms": timing.median,
-            "p20_ms": timing.p20,
-            "p80_ms": timing.p80,
-            "repeats": timing.repeats,
-            "method": timing.method,
-            "tokens_per_s": n / timing.median * 1e3,
-            "gemm_floor_ms": best,
-            "floor_percent": 100 * best / timing.median,
-            "peak_bytes": peak,
-            "first_step_s": cold,
-            "loss_by_step": values,
-        }
-        write_json(path, device, args.commit, {"floor": vars(floor), "step": shape | figures})
-        print(f"wrote {path}")
-    return 0
+    skipped, steps = stats.skipped, stats.steps
+    return Run(timing, values, red(values, steps, skipped), first, backend.peak_bytes(device), trainer.programs.reason)
 
 
-def random_micro(g: Geometry, batch: int, window: int, topk: int, device: torch.device) -> Micro:
-    """Full windows of random tokens; every row but a window's last is scored against random targets of distinct ids."""
+def teacher_pass(
+    weights: Weights, micro: Micro, args: argparse.Namespace, device: torch.device
+) -> dict[str, object]:
+    """The forward pass, the head and the top-k of every scored row: what computing a batch of targets takes."""
+    evaluator = Evaluator(weights, args.batch * args.window, args.window)
+
+    def once() -> None:
+        hidden = evaluator.hidden(micro.batch)
+        rows = hidden.index_select(0, micro.batch.row_index)
+        for _, _, logits in logits_of(rows, weights["head"]):
+            topk_softmax(logits, args.topk)
+
+    timing = measure([once], device)
+    print(f"teacher pass {timing.median:.2f} ms (p20 {timing.p20:.2f}, p80 {timing.p80:.2f})")
+    return {"median_ms": timing.median, "p20_ms": timing.p20, "p80_ms": timing.p80, "method": timing.method}
+
+
+def micro_of(args: argparse.Namespace, g: Geometry, device: torch.device) -> Micro:
+    """The batch that the arguments describe."""
+    records = RECORDS if args.packing == "records" else 1
+    return random_micro(g, args.batch, args.window, args.topk, device, records)
+
+
+def random_micro(g: Geometry, batch: int, window: int, topk: int, device: torch.device, records: int = 1) -> Micro:
+    """Full windows of `records` records of random tokens (the longest 8 times the shortest); every row but a record's
+    last is scored against random targets of distinct ids."""
     gen = torch.Generator().manual_seed(0)
     n = batch * window
     tokens = torch.randint(0, g.vocab, (n,), generator=gen)
-    rows = torch.arange(n).view(batch, window)[:, :-1].reshape(-1)
+    share = torch.linspace(1, 8, records, dtype=torch.float64).cumsum(0)
+    ends = (share / share[-1] * window).round().long().clamp(max=window)
+    starts = torch.cat((torch.zeros(1, dtype=torch.int64), ends[:-1]))
+    starts = (torch.arange(batch).unsqueeze(1) * window + starts).reshape(-1)
+    last = torch.cat((starts[1:], torch.tensor([n]))) - 1
+    scored = torch.ones(n, dtype=torch.bool)
+    scored[last] = False
+    rows = torch.arange(n)[scored]
     place = torch.randint(0, g.vocab, (len(rows), 1), generator=gen)
     ids = ((place + torch.arange(topk)) % g.vocab).to(torch.int32)
     probs = torch.softmax(torch.randn(len(rows), topk, generator=gen), dim=-1)
@@ -109,7 +172,7 @@ def random_micro(g: Geometry, batch: int, window: int, topk: int, device: torch.
         next_ids=tokens.roll(-1),
         row_index=rows.to(torch.int32),
         row_weight=torch.ones(len(rows)),
-        cu_seqlens=torch.arange(0, n + 1, window, dtype=torch.int32),
+        cu_seqlens=torch.cat((starts, torch.tensor([n]))).to(torch.int32),
         max_seqlen=window,
         weight_sum=float(len(rows)),
         n_scored=len(rows),
@@ -151,24 +214,18 @@ def red(losses: Sequence[float], accepted: int, skipped: int) -> str:
     return ""
 
 
-def gemm_work(g: Geometry, n: int) -> Work:
-    """Matrix products of a step: forward, dx and dW of every projection, forward and dx of the frozen head."""
-    numel = 0
-    for i, width in enumerate(g.intermediate):
-        mixer, out = (g.attn_width, g.nq * g.hd) if g.is_full(i) else (g.gdn_width, g.nv * g.dv)
-        numel += g.hidden * (mixer + out + 3 * width)
-    return Work(6 * n * numel + 4 * n * g.hidden * g.vocab, 0)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.step", description=(__doc__ or "").split("\n\n", 1)[1])
+def parse(argv: Sequence[str] | None, program: str, about: str) -> argparse.Namespace:
+    """Which step to run, and how it is reported."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=about.split("\n\n", 1)[1])
     parser.add_argument("--size", default="0.8B", choices=(SMALL, *PUBLISHED), help="geometry; small runs on a CPU")
     parser.add_argument("--batch", type=int, default=4, help="windows a step")
     parser.add_argument("--window", type=int, default=2048, help="tokens a window")
+    parser.add_argument("--packing", default="stream", choices=("stream", "records"), help="records a window: 1, or 8")
+    parser.add_argument("--teacher", action="store_true", help="time the teacher's pass too")
     parser.add_argument("--topk", type=int, default=64, help="target tokens a row")
     parser.add_argument("--dtype", choices=list(backend.DTYPES), help="default: bf16 on a GPU, f32 on a CPU")
     parser.add_argument("--rate", type=float, default=1e-4, help="learning rate")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps, after the first")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps, after the first three")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     json_help = "write the figures to F; without F to bench/results/<device>/step-<size>.json"
     parser.add_argument("--json", nargs="?", const="", metavar="F", help=json_help)

@@ -20,7 +20,7 @@ class Variant(NamedTuple):
 
 def variants(arch: int) -> list[Variant]:
     """Every variant that the ops launch on sm_<arch>, up to sizes."""
-    made = head_variants() + swiglu_variants(arch) + gated_delta_variants(arch)
+    made = head_variants() + swiglu_variants(arch) + gated_delta_variants(arch) + adam_variants(arch)
     return made + norm_variants(arch) + rows_variants(arch) + parts_variants()
 
 
@@ -240,6 +240,49 @@ def parts_variants() -> list[Variant]:
         out.append(
             Variant(f"parts {parts} of {width}", parts_triton.parts_kernel, types, made, warps, aligned=aligned)
         )
+    return out
+
+
+def adam_variants(arch: int) -> list[Variant]:
+    """The update of flat memory: the default hyperparameters, a bf16 and an f16 plane, f32 and f64 moments."""
+    from cortiq_kernels.ops import adam_triton, configs
+
+    tables = {"tiles_ptr": "*i32", "table_ptr": "*i64", "ranges": "i32"}
+    out = []
+    for moments, plane in (("fp32", "bf16"), ("fp32", "fp16"), ("fp64", "")):
+        size, ranges = int(moments[2:]), {"ALIGNED": True, "R_PAD": 16}
+        chosen: list[tuple[Any, str, dict[str, str], dict[str, Any]]] = [
+            (
+                adam_triton.adam_norm_kernel,
+                "norm",
+                {"grad_ptr": "*fp32", "parts_ptr": "*fp64", **tables},
+                {**ranges, "TILE": adam_triton.TILE},
+            ),
+            (
+                adam_triton.adam_decide_kernel,
+                "decide",
+                {f"{n}_ptr": "*fp64" for n in ("parts", "loss", "rate", "factor", "plan", "norm")}
+                | {"ok_ptr": "*u8", "step_ptr": "*i64", "skipped_ptr": "*i64", "in_row_ptr": "*i64"}
+                | {"scale_ptr": "*fp32", "parts": "i32", "ranges": "i32"},
+                {"HAS_LOSS": True, "CLIP": 1.0, "LOG1": -0.105, "LOG2": -0.001, "DECAY": 0.0, "R_PAD": 16},
+            ),
+            (
+                adam_triton.adam_update_kernel,
+                "update",
+                {"param_ptr": "*fp32", "grad_ptr": "*fp32", "m_ptr": "*" + moments, "v_ptr": "*" + moments}
+                | {"plane_ptr": "*" + (plane or "fp32"), "plan_ptr": "*fp64", "ok_ptr": "*u8", **tables},
+                {**ranges, "BETA1": 0.9, "BETA2": 0.999, "REST1": 0.1, "REST2": 0.001, "EPS": 1e-8}
+                | {"HAS_PLANE": bool(plane)},
+            ),
+        ]
+        for kernel, name, types, constexprs in chosen:
+            if plane == "fp16" and name != "update":
+                continue  # the same kernel
+            launch = dict(configs.launch("adam", size, name, arch))
+            warps, stages = launch.pop("num_warps"), launch.pop("num_stages")
+            aligned = tuple(n for n, t in types.items() if t[0] == "*" and n != "ok_ptr")
+            label = f"adam {name} {moments}" + (f" {plane}" if name == "update" and plane else "")
+            out.append(Variant(label, kernel, types, constexprs | launch, warps, stages, aligned=aligned))
     return out
 
 

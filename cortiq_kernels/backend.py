@@ -7,11 +7,12 @@ that cannot be met is an error, never a quiet fallback. Ops do not come here: th
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -143,6 +144,75 @@ def synchronize(device: torch.device) -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a GPU or the host ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+class GraphCapture:
+    """Records the work that a function queues on a GPU, without running it; `replay()` of what it returns queues it all
+    at once, `reset()` drops it.
+
+    The graphs of one capture share the memory that they allocate while recorded, so they run one at a time, and nothing
+    that one of them allocates may be used after it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        with torch.cuda.device(device):
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), _capture_stream(device)
+
+    def __call__(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Raises RuntimeError when `work` does something that a graph cannot hold, such as waiting for the device."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: what other threads do meanwhile (a checkpoint on its way to the disk) is no business of it
+        with (
+            torch.cuda.device(self.device),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
+            work()
+        return graph
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps a workspace of 32 MB for every stream that it has seen, for good."""
+    return torch.cuda.Stream(device)
+
+
+class CopyLane:
+    """A stream for copies to a GPU that run while it computes: copies may start once what was queued at `fence` is
+    done, and what is queued after `join` waits for them. Nothing but `wait` waits on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def fence(self) -> torch.cuda.Event:
+        """The work queued so far."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @contextlib.contextmanager
+    def copies(self, after: torch.cuda.Event | None) -> Iterator[None]:
+        """Copies inside go on this stream, after the event."""
+        with torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            yield
+
+    def done(self) -> torch.cuda.Event:
+        """The copies so far."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def join(self, copies: torch.cuda.Event) -> None:
+        """What is queued from now on comes after those copies."""
+        torch.cuda.current_stream(self._device).wait_event(copies)
+
+
+def copy_lane(device: torch.device) -> CopyLane | None:
+    """A stream for copies to `device`; None for a CPU, which has nothing to copy to."""
+    return CopyLane(device) if device.type == "cuda" else None
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ OPS = (
 )  # fmt: skip
 GATED_DELTA = ("gdn_mixer", "chunk_gated_delta_rule")
 # on CUDA tensors below float64
-WITH_KERNELS = (*GATED_DELTA, "head_topk_kl", "topk_softmax", "add_rms_norm", "embedding", "swiglu_mlp")
+WITH_KERNELS = (*GATED_DELTA, "head_topk_kl", "topk_softmax", "add_rms_norm", "embedding", "swiglu_mlp", "adam")
 
 
 def collect() -> dict[str, Any]:

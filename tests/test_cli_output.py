@@ -330,9 +330,9 @@ def test_dry_run_says_which_backend_and_why(place, tmp_path):
 def test_every_op_that_has_kernels_says_so():
     """Which ops ask for Triton is read from their sources, so that `cortiq env` cannot fall behind them."""
     folder = Path(env.__file__).parent / "ops"
-    named = {"topk.py": "topk_softmax", "topk_kl.py": "head_topk_kl", "mixer.py": "gdn_mixer",
+    named = {"topk.py": "topk_softmax", "topk_kl.py": "head_topk_kl", "mixer.py": "gdn_mixer", "adam.py": "adam",
              "chunk.py": "chunk_gated_delta_rule", "rms_norm.py": "add_rms_norm",
-             "embedding.py": "embedding"}  # fmt: skip
+             "embedding.py": "embedding", "swiglu.py": "swiglu_mlp"}  # fmt: skip
     asking = {f.name for f in folder.rglob("*.py") if "use_triton(" in f.read_text()}
     asking = {name for name in asking if name != "triton_gate.py" and not name.startswith("library")}  # the same ops
     assert {named[name] for name in asking} == set(env.WITH_KERNELS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bench.registry import Calls, Inputs, Op, Results, Sizes, Work, acc_dtype, blank, normal
-from cortiq_kernels.ops.adam import AdamState, adam_advance_, adam_norm_, adam_ref, adam_update_
+from cortiq_kernels.ops.adam import AdamRange, AdamRanges, AdamState, adam_ref, adam_step_
 
 RATE, CLIP = 1e-3, 1.0
 
@@ -26,11 +26,10 @@ def calls(t: Inputs, sizes: Sizes) -> Calls:
     param, m, v = (t[name].clone() for name in ("param", "m", "v"))
     half = t["half"].dtype.itemsize == 2
     plane = blank(param.shape, param, t["half"].dtype) if half else None
+    ranges = AdamRanges([AdamRange(0, sizes["numel"], 0 if half else None)])
 
     def step() -> Results:
-        adam_norm_(state, t["grad"])
-        adam_update_(state, param, t["grad"], m, v, plane=plane, rate=RATE, clip=CLIP)
-        adam_advance_(state)
+        adam_step_(state, param, t["grad"], m, v, ranges=ranges, plane=plane, rate=RATE, clip=CLIP)
         return {"param": param, "m": m, "v": v, "plane": param if plane is None else plane}
 
     return {"step": step}

@@ -1,10 +1,11 @@
 """Adam on flat buffers, with clipping, loss scale and accept-or-skip decided on the device.
 
-A step is three calls: `adam_norm_` on the whole flat gradient, `adam_update_` on each range, `adam_advance_` once.
-All state that a step needs lives in 0-d device tensors, so the host never waits and a step can be replayed.
+`adam_step_` is a whole step over ranges of flat memory, each with a factor on the rate. Its parts are there too, in
+plain torch: `adam_norm_` on a flat gradient, `adam_update_` on each range, `adam_advance_` once. All state that a step
+needs lives in 0-d device tensors, so the host never waits and a step can be replayed.
 
 Maths (g' the stored gradient, which carries the loss scale; t = accepted steps so far + 1; η = rate·factor)
-    norm = ‖g'‖₂/scale                            of the true gradient, before clipping
+    norm = ‖g'‖₂/scale                            of the true gradient in all ranges, before clipping
     ok   = every element of g' and the loss are finite
     g    = g'/scale · min(1, clip/norm)
     m    = β₁·m + (1 − β₁)·g,   v = β₂·v + (1 − β₂)·g²
@@ -23,17 +24,24 @@ Precision: the norm is summed in f64, so gradients whose squares overflow f32 ar
 not skipped. Bias corrections and the clip coefficient are f64; the element-wise part runs in the dtype of m and v. With
 clipping off, |g| above 1.8e19 overflows an f32 v; an f32 update takes a clip coefficient below 1e-38 with few digits.
 ε stands outside the root. The decay is decoupled and uses η.
+On a GPU a step is three Triton launches (adam_triton.py); float64 parameters take the torch path, which reads and
+writes everything several times.
 Sources: Kingma and Ba, "Adam", 2015; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cortiq_kernels.ops import checks
+from cortiq_kernels.ops.triton_gate import launching_on, use_triton
+
+if TYPE_CHECKING:
+    from cortiq_kernels.ops.adam_triton import Tables
 
 # Elements updated at a time: temporaries stay in a CPU's cache; on a GPU they only have to be bounded.
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 26}
@@ -49,6 +57,41 @@ class AdamRead(NamedTuple):
     scale: float
     norm: float
     ok: bool
+
+
+class AdamRange(NamedTuple):
+    """[start, stop) of the flat buffers, mirrored in the plane from `plane_start` on (None: not), and its factor on the
+    rate."""
+
+    start: int
+    stop: int
+    plane_start: int | None = None
+    factor: float = 1.0
+
+
+class AdamRanges:
+    """What a step updates: disjoint ranges, in the order in which their norms are added. Immutable; a device's copy of
+    it is made at its first use there and kept, so give every step the same object."""
+
+    def __init__(self, ranges: Sequence[AdamRange]) -> None:
+        self.ranges = tuple(ranges)
+        end = 0
+        for r in sorted(self.ranges):
+            if not end <= r.start <= r.stop:
+                checks.fail("AdamRanges", "ranges", "disjoint, start <= stop", r, "cut them where the factor changes")
+            end = r.stop
+        self.stop = end  # of the last range
+        plane = [r.plane_start + r.stop - r.start for r in self.ranges if r.plane_start is not None]
+        self.plane_stop = max(plane, default=0)
+        self._tables: dict[tuple[torch.device, int], Tables] = {}
+
+    def tables(self, device: torch.device, size: int) -> Tables:
+        """For the kernels, whose moments have `size` bits."""
+        from cortiq_kernels.ops import adam_triton
+
+        if (device, size) not in self._tables:
+            self._tables[device, size] = adam_triton.make_tables(self.ranges, device, size)
+        return self._tables[device, size]
 
 
 class AdamState:
@@ -119,17 +162,77 @@ def adam_ref(
     return param * (1 - rate * weight_decay) - rate * m_hat / (v_hat.sqrt() + eps), m, v
 
 
+def adam_step_(
+    state: AdamState,
+    param: Tensor,
+    grad: Tensor,
+    m: Tensor,
+    v: Tensor,
+    *,
+    ranges: AdamRanges | None = None,
+    plane: Tensor | None = None,
+    loss: Tensor | None = None,
+    rate: float | Tensor,
+    clip: float | None = 1.0,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    backend: str = "auto",
+) -> None:
+    """One step: norm and finite check, update of `ranges`, counters. What lies outside of them is not read or written.
+
+    param, grad, m, v [n], any alignment, n = 0 allowed. ranges None: all of it, with the whole plane. `loss`: 0-d; one
+    that is not finite refuses the step. rate: a number, or a 0-d tensor on the device. clip None or ≤ 0: no clipping.
+    Nothing but the counters changes, bit for bit, in a refused step. grad is only read. backend: "auto" (Triton for
+    CUDA tensors, but for float64 parameters), "triton" or "torch".
+    """
+    op = "adam_step_"
+    n = param.shape[0] if param.dim() == 1 else 0
+    if ranges is None:
+        ranges = AdamRanges([AdamRange(0, n, None if plane is None else 0)])
+    _check(op, state, param, grad, m, v, plane)
+    if ranges.stop > n:
+        checks.fail(op, "ranges", f"inside the {n} elements", ranges.stop, "pass the buffers that they were made for")
+    if plane is not None and ranges.plane_stop > plane.shape[0]:
+        checks.fail(op, "plane", f"of at least {ranges.plane_stop} elements", plane.shape[0], "pass the whole plane")
+    if loss is not None:
+        checks.shape(op, "loss", loss, (), "0-d", "pass the mean loss of the step")
+        checks.same_device(op, "loss", loss, "param", param)
+    clip = 0.0 if clip is None or clip <= 0 else clip
+    hyper = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    flat = [t for t in (param, grad, m, v, plane) if t is not None]
+    unfit = "" if all(t.is_contiguous() for t in flat) else "its buffers are strided"
+    if use_triton(op, param, backend, unfit):
+        from cortiq_kernels.ops import adam_triton
+
+        if not isinstance(rate, Tensor):
+            rate = torch.full((), rate, dtype=torch.float64, device=param.device)
+        with launching_on(param):
+            adam_triton.launch(
+                state, param, grad, m, v, plane, ranges.tables(param.device, adam_triton.size_of(m)),
+                None if loss is None else loss.to(torch.float64), rate.to(torch.float64), clip=clip, **hyper,
+            )  # fmt: skip
+        return
+    _norm(state, [grad[r.start : r.stop] for r in ranges.ranges], loss)
+    for r in ranges.ranges:
+        cut = slice(r.start, r.stop)
+        part = None
+        if plane is not None and r.plane_start is not None:
+            part = plane[r.plane_start : r.plane_start + r.stop - r.start]
+        adam_update_(
+            state, param[cut], grad[cut], m[cut], v[cut], plane=part, rate=rate, factor=r.factor, clip=clip, **hyper
+        )  # fmt: skip
+    adam_advance_(state)
+
+
 def adam_norm_(state: AdamState, grad: Tensor, loss: Tensor | None = None) -> None:
     """state.norm = ‖grad‖/scale and state.ok = grad and loss are finite. grad [n] f32 or f64, n = 0 has norm 0."""
     op = "adam_norm_"
     checks.shape(op, "grad", grad, (None,), "flat, [n]", "pass the whole flat gradient")
     checks.dtype(op, "grad", grad, (torch.float32, torch.float64), "gradients are kept in the accumulation dtype")
     checks.same_device(op, "grad", grad, "state", state.step)
-    length, finite = _length(grad)
-    if loss is not None:
-        finite = finite & torch.isfinite(loss).all()
-    state.norm.copy_(length / state.scale)
-    state.ok.copy_(finite)
+    _norm(state, [grad], loss)
 
 
 def adam_update_(
@@ -155,6 +258,8 @@ def adam_update_(
     only read.
     """
     _check("adam_update_", state, param, grad, m, v, plane)
+    if plane is not None:
+        checks.same_shape("adam_update_", "plane", plane, "param", param, "pass the same range of each flat buffer")
     work = m.dtype
     t = (state.step + 1).to(torch.float64)
     fix1, fix2 = 1 - torch.pow(beta1, t), 1 - torch.pow(beta2, t)
@@ -194,6 +299,17 @@ def adam_advance_(state: AdamState) -> None:
     state.scale.copy_(torch.where(ok, state.scale, halved))
 
 
+def _norm(state: AdamState, grads: Sequence[Tensor], loss: Tensor | None) -> None:
+    """state.norm and state.ok of all `grads` together."""
+    lengths, finite = zip(*map(_length, grads), strict=True) if grads else ((state.norm.new_zeros(()),), (state.ok,))
+    length = lengths[0] if len(lengths) == 1 else _length(torch.stack(lengths))[0]
+    good = finite[0] if len(finite) == 1 else torch.stack(finite).all()
+    if loss is not None:
+        good = good & torch.isfinite(loss).all()
+    state.norm.copy_(length / state.scale)
+    state.ok.copy_(good)
+
+
 def _length(grad: Tensor) -> tuple[Tensor, Tensor]:
     """(‖grad‖ 0-d f64, whether every element is finite 0-d bool)."""
     if grad.shape[0] == 0:
@@ -216,10 +332,12 @@ def _check(op: str, state: AdamState, param: Tensor, grad: Tensor, m: Tensor, v:
     checks.dtype(op, "param", param, (torch.float32, torch.float64), "masters are kept in the accumulation dtype")
     checks.same_device(op, "param", param, "state", state.step)
     named = [("grad", grad), ("m", m), ("v", v)]
-    if plane is not None:
-        named.append(("plane", plane))
     for name, t in named:
         checks.same_shape(op, name, t, "param", param, "pass the same range of each flat buffer")
+    if plane is not None:
+        checks.shape(op, "plane", plane, (None,), "flat", "pass the 16-bit copy of the flat master")
+        named.append(("plane", plane))
+    for name, t in named:
         checks.same_device(op, name, t, "param", param)
     for name, t in (("param", param), *named[1:]):
         checks.writable(op, name, t)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,28 +28,50 @@ from cortiq_kernels.recipes.schedule import cosine_rate, genesis_factor, genesis
 from cortiq_kernels.recipes.skips import report_skip
 from cortiq_kernels.recipes.stopping import asked_to_stop, check, shielded
 from cortiq_kernels.step import Evaluator, Micro, StepStats, Trainer
+from cortiq_kernels.step.inputs import Ahead
 from cortiq_kernels.step.loss import pad_rows
 from cortiq_kernels.step.update import AdamOptions
 
 F16_LOSS_SCALE = 4096.0
-ROW_MULTIPLE = 512  # scored rows of a batch on a GPU are padded to this
+ROW_MULTIPLE = 512  # scored rows of a batch on a GPU are padded to this, or to what makes 16 sizes at most
+
+
+def row_multiple(n: int) -> int:
+    """What the scored rows of batches of `n` tokens are padded to a multiple of: every size is a graph of its own."""
+    return max(ROW_MULTIPLE, -(-n // (16 * ROW_MULTIPLE)) * ROW_MULTIPLE)
 
 
 class Feed:
-    """`feed[i]`: batch i of the plan (train, then val) with its targets and prefix stream, on the device."""
+    """`feed[i]`: batch i of the plan (train, then val) with its targets and prefix stream, on the device.
+
+    What will be asked for next is copied there while the device works on something else: `ahead`, `each`.
+    """
 
     def __init__(self, plan: Taught, targets: HealTargets, prefix: PrefixCache | None = None):
         self.batches, self.targets, self.prefix = plan.batches, targets, prefix
         self.device, self.dtype = plan.device.device, plan.dtype.dtype
+        self.multiple = row_multiple(plan.n)
+        self._ahead = Ahead(self.device, self._host, backend.copy_lane(self.device))
 
     def __getitem__(self, i: int) -> Micro:
-        x = None
-        if self.prefix is not None:
-            x = self.prefix[i].to(self.device, non_blocking=True).to(self.dtype)
+        micro = self._ahead[i]
+        return micro if micro.x is None else micro._replace(x=micro.x.to(self.dtype))
+
+    def ahead(self, indices: Iterable[int]) -> None:
+        """Start copying these; the work on those taken so far is queued."""
+        self._ahead.prepare(indices)
+
+    def each(self, indices: Sequence[int]) -> Iterator[Micro]:
+        """One after another: the next is copied while the device works on the last."""
+        for at, i in enumerate(indices):
+            yield self[i]
+            self.ahead(indices[at + 1 : at + 2])
+
+    def _host(self, i: int) -> Micro:
         batch, targets = self.batches[i], self.targets[i]
         if self.device.type == "cuda":
-            batch, targets = pad_rows(batch, targets, ROW_MULTIPLE)
-        return Micro(batch.to(self.device, non_blocking=True), targets.to(self.device), x)
+            batch, targets = pad_rows(batch, targets, self.multiple)
+        return Micro(batch, targets, None if self.prefix is None else self.prefix[i])
 
 
 class Groups:
@@ -65,6 +87,10 @@ class Groups:
     def next(self) -> list[int]:
         """The batches of the coming step."""
         return self._pass[self._at : self._at + self._accumulate]
+
+    def after_next(self) -> list[int]:
+        """The batches of the step after it, as far as its pass is drawn."""
+        return self._pass[self._at + self._accumulate : self._at + 2 * self._accumulate]
 
     def advance(self) -> None:
         """The coming step is done, whether it was accepted or not."""
@@ -98,7 +124,9 @@ class Loop:
         scale = F16_LOSS_SCALE if plan.dtype.dtype == torch.float16 else 1.0
         options = AdamOptions(clip=cfg.clip, weight_decay=cfg.weight_decay)
         self.trainer = Trainer(weights, plan.n, cfg.window, options, loss_scale=scale, policy=plan.activations.policy)
-        self.evaluator = Evaluator(weights, plan.n, cfg.window, self.trainer.buffers)
+        self.evaluator = Evaluator(
+            weights, plan.n, cfg.window, self.trainer.buffers, programs=self.trainer.programs
+        )  # fmt: skip
         self.groups = Groups(len(plan.train), cfg.accumulate, cfg.seed)
         self.best = Best()
         self.evaluations: list[tuple[int, float]] = []
@@ -146,6 +174,7 @@ class Loop:
         micros = [self.feed[i] for i in self.groups.next()]
         rate, start, factor = self._rates(self.done + 1)
         self.trainer.gradients(micros, from_layer=start)
+        self.feed.ahead(self.groups.after_next())
         with shielded():
             self._whole = False
             self.trainer.apply(rate, from_layer=start, factor=factor)
@@ -176,7 +205,7 @@ class Loop:
         """Held-out loss after the steps so far; keeps the weights when it is the best."""
         assert self.feed is not None
         feed, n_train, n_val = self.feed, len(self.plan.train), len(self.plan.val)
-        loss = self.evaluator.loss(feed[n_train + j] for j in range(n_val))
+        loss = self.evaluator.loss(feed.each(range(n_train, n_train + n_val)))
         with shielded():
             self._whole = False
             self.evaluations.append((self.done, loss))

@@ -40,7 +40,9 @@ def heal_memory(plan: HealPlan) -> dict[str, int]:
     )  # fmt: skip
     cached = plan.prefix is not None and plan.prefix.dtype is not None
     stream = plan.n * g.hidden * dtype.itemsize if cached else 0
-    inputs = min(cfg.accumulate, len(plan.train)) * (stream + 8 * rows * plan.topk + 32 * plan.n)
+    micro = stream + 8 * rows * plan.topk + 32 * plan.n
+    micros = min(cfg.accumulate, len(plan.train))
+    inputs = micro * (2 * micros + 1 if device.type == "cuda" else micros)  # this step's, the next one's, a graph's own
     training = student + step.buffers + step.saved + inputs
     least, peak = training, training + max(step.workspace, step.head)
     targets = plan.target_bytes if plan.target_bytes <= plan.target_room else 0

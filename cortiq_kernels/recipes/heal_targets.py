@@ -88,7 +88,8 @@ def obtain_targets(plan: Taught, progress: Progress) -> tuple[HealTargets, float
         return file, time.perf_counter() - began
     store = TargetStore(rows, plan.topk, pin=plan.device.device.type == "cuda")
     for i in range(len(rows)):
-        store.put(i, *file[i])
+        ids, probs, const = file[i]
+        store.put(i, ids, probs, float(const))
     file.close()
     return store, time.perf_counter() - began
 

@@ -175,7 +175,9 @@ class Loop:
             loss_scale=scale, policy=plan.activations.policy,
         )  # fmt: skip
         if plan.eval_dtype == weights.dtype:
-            self.evaluator = Evaluator(weights, plan.n, cfg.window, self.trainer.buffers)
+            self.evaluator = Evaluator(
+                weights, plan.n, cfg.window, self.trainer.buffers, programs=self.trainer.programs
+            )  # fmt: skip
         else:
             copy = Weights.load(plan.model, dtype=plan.eval_dtype, device=device, train=None)
             self.evaluator = Evaluator(copy, plan.n, cfg.window)
@@ -202,6 +204,7 @@ class Loop:
         """One step; whether it was accepted."""
         began = time.perf_counter()
         self.trainer.gradients([self.feed[i] for i in self.groups.next()], self.l1)
+        self.feed.ahead(self.groups.after_next())
         with shielded():
             self.trainer.apply()
             stats = self.trainer.read()
@@ -259,7 +262,7 @@ class Loop:
         """Mean loss on the val batches with the gates `kept` open and the others closed (None: all open)."""
         g, acc, n = self.plan.model.geometry, self.evaluator.weights.acc_dtype, len(self.plan.train)
         self.evaluator.masks = None if kept is None else by_layer(kept.to(acc), g)
-        return self.evaluator.loss(self.feed[n + i] for i in range(len(self.plan.val)))
+        return self.evaluator.loss(self.feed.each(range(n, n + len(self.plan.val))))
 
     def _event(self, loss: float, closed: int, *, improved: bool) -> dict[str, Any]:
         best = self.best

@@ -28,7 +28,8 @@ A looped stack runs its layers several times: layers are virtual here (`Geometry
 A kept layer below `mixers_from` has no backward of its mixer, and holds x_mlp and gate_up alone ("keep": n_mlp, too;
 "layer": x_mlp, the stream after the mixer). Layers that are not kept (frozen ones, and all of them in an evaluation)
 use the shared set. Scratch of any layer: r [N, H] (a branch's output), act [N, F], and the gradients dx, dn [N, H],
-dact [N, F], dgate_up [N, 2F], dproj [N, P], dmix [N, O].
+dact [N, F], dgate_up [N, 2F], dproj [N, P], dmix [N, O]. On a GPU there is also the head's slab of logits
+(`logits_slab`), made at its first use: steps, graphs and evaluations share the one.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import torch
 from torch import Tensor
 
 from cortiq_kernels.model.geometry import Geometry
+from cortiq_kernels.ops.topk_kl import CHUNK_ROWS, new_slab
 
 Policy = Literal["keep", "cheap", "layer"]
 #: from the fastest step to the smallest
@@ -108,6 +110,7 @@ class Buffers:
         self.act = self._new(f_max)
         self.x_out = self._new(g.hidden)  # residual stream after the last layer
         self.hidden = self._new(g.hidden)  # final norm's output: the head's input
+        self._slab: Tensor | None = None
         self.final_norm: Any = None
         #: by the layer before it: what a norm between passes reads [N, H] (kept for the backward), and saves
         self.loop_x = {i: self._new(g.hidden) for i in layers if g.norm_after(i) and self.save_from is not None}
@@ -159,6 +162,22 @@ class Buffers:
         p, o = mixer_widths(self.geometry, layer)
         s, f = self._shared, self.geometry.intermediate[self.geometry.physical(layer)]
         return LayerSlots(s.x_mix, s.n_mix, cut(s.proj, p), cut(s.mix, o), s.x_mlp, s.n_mlp, cut(s.gate_up, 2 * f))
+
+    def logits_slab(self, vocab: int) -> Tensor | None:
+        """Memory for the logits of as many rows as the head takes at a time (2 GB for 4096 of 248,320 in 16 bit); None
+        where it takes none: on a CPU, and in float64."""
+        if self.device.type != "cuda" or self.dtype == torch.float64:
+            return None
+        if self._slab is None:
+            self._slab = new_slab(min(CHUNK_ROWS, self.n), vocab, self.dtype, self.device)
+        return self._slab
+
+    def forget(self) -> None:
+        """Drop what the ops saved in the last forward, whose memory may be used again."""
+        self.final_norm = None
+        self.loop_norms.clear()
+        for s in (self._shared, *self.kept.values()):
+            s.norm_mix = s.mixer = s.norm_mlp = None
 
     def through_mixer(self, layer: int) -> bool:
         """Whether the backward goes through a layer's mixer."""

@@ -17,7 +17,7 @@ gradient, nor memory for one, and layer 0's mixer, below which there is no gate,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,10 +26,12 @@ from torch import Tensor
 
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.weights import Weights
-from cortiq_kernels.ops.adam import AdamState, adam_advance_, adam_norm_, adam_update_
+from cortiq_kernels.ops.adam import AdamRange, AdamRanges, AdamState, adam_step_
 from cortiq_kernels.step.buffers import Buffers, Policy
 from cortiq_kernels.step.forward import rope_for
-from cortiq_kernels.step.train import Micro, StepStats, mean_loss_and_gradients, read_stats
+from cortiq_kernels.step.graph import Capture, Programs
+from cortiq_kernels.step.inputs import Micro
+from cortiq_kernels.step.train import StepParts, StepStats, micro_gradients, read_stats
 
 
 def mixers_from(g: Geometry, gradient: str) -> int:
@@ -52,7 +54,7 @@ class GateTrainer:
     """Owns the gates of `weights` (which must not train), their optimizer state, and the buffers of `n` tokens.
 
     `init`: the logit that every gate starts with; `rate`: of every step; `policy`: what is kept for the backward
-    (`Buffers`).
+    (`Buffers`); `graph`, `capture`: see `Trainer`.
     """
 
     weights: Weights
@@ -64,6 +66,8 @@ class GateTrainer:
     eps: float = 1e-8
     loss_scale: float = 1.0
     policy: Policy = "cheap"
+    graph: bool = True
+    capture: Callable[[], Capture] | None = None
 
     def __post_init__(self) -> None:
         w, g = self.weights, self.weights.geometry
@@ -81,30 +85,41 @@ class GateTrainer:
         self.gates, self.grad = torch.zeros_like(self.logits), torch.zeros_like(self.logits)
         self.m = torch.zeros(n_all, dtype=torch.float64, device=w.device)
         self.v = torch.zeros_like(self.m)
+        self.ranges = AdamRanges([AdamRange(0, n_all)])
         self.state = AdamState.new(w.device, scale=self.loss_scale)
         self.rope = rope_for(w, self.max_seqlen)
-        self.loss = torch.zeros((), dtype=torch.float64, device=w.device)
+        self.programs = Programs(w.device, enabled=self.graph, capture=self.capture)
+        self.parts = StepParts.on(w.device, self.programs)
+
+    @property
+    def loss(self) -> Tensor:
+        """Mean loss of the last step, without the l1 term: 0-d, the same memory in every step."""
+        return self.parts.loss
 
     def gradients(self, micros: Sequence[Micro], l1: float) -> Tensor:
         """The mean loss over `micros` (0-d, without the l1 term), and dL/dm times the loss scale into `grad`.
         ValueError when no row is scored."""
         w, g = self.weights, self.weights.geometry
         torch.sigmoid(self.logits, out=self.gates)
-        self.loss = mean_loss_and_gradients(
-            w, self.buffers, micros, self.rope, self.state.scale, stop=0, masks=by_layer(self.gates, g),
-            dmasks=by_layer(self.grad, g),
-        )  # fmt: skip
+        masks, dmasks = by_layer(self.gates, g), by_layer(self.grad, g)
+
+        def one(micro: Micro, accumulate: bool) -> None:
+            micro_gradients(
+                w, self.buffers, micro, self.rope, self.parts.total, self.parts.weight_sum, self.state.scale, stop=0,
+                accumulate=accumulate, masks=masks, dmasks=dmasks,
+            )  # fmt: skip
+
+        self.parts.run("gates", micros, 0, one, self.buffers)
         pressure = self.state.scale.to(self.grad.dtype) * (l1 / self.grad.numel())
         self.grad.add_(pressure).mul_(self.gates).mul_(1 - self.gates)
         return self.loss
 
     def apply(self) -> None:
         """Adam, from the gradient and the loss that `gradients` left; accepts or skips on the device."""
-        adam_norm_(self.state, self.grad, self.loss)
-        adam_update_(
-            self.state, self.logits, self.grad, self.m, self.v, rate=self.rate, clip=None, eps=self.eps,
+        adam_step_(
+            self.state, self.logits, self.grad, self.m, self.v, ranges=self.ranges, loss=self.loss, rate=self.rate,
+            clip=None, eps=self.eps,
         )  # fmt: skip
-        adam_advance_(self.state)
 
     def step(self, micros: Sequence[Micro], l1: float) -> None:
         """Gradients, then the update."""

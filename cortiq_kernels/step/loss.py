@@ -26,7 +26,7 @@ class Targets(NamedTuple):
 
     ids: Tensor  # [R, K] int32, -1 in an empty slot
     probs: Tensor  # [R, K] float32, sum to 1 (or less, where the mass is meant to be missing)
-    const: float = 0.0
+    const: float | Tensor = 0.0
 
     def to(self, device: torch.device) -> Targets:
         return Targets(self.ids.to(device, non_blocking=True), self.probs.to(device, non_blocking=True), self.const)
@@ -82,5 +82,6 @@ def head_loss(
         dhead=w.grad("head") if need_grad else None,
         accumulate=accumulate,
         need_grad=need_grad,
+        slab=buf.logits_slab(w.geometry.vocab),
     )
     return result.total + targets.const

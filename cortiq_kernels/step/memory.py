@@ -1,10 +1,10 @@
 """Bytes that a step takes, before there is one: pure arithmetic over the geometry, no tensors on any device.
 
-    buffers    what `Buffers` preallocates
+    buffers    what `Buffers` preallocates, and on a GPU its slab of logits
     saved      what the ops keep for the backward besides: the mixers' tensors and the norms' rstd, of the kept layers
                (policy "layer" keeps no mixer's: that of the one layer that is run again counts as workspace)
     workspace  the most that one layer's forward or backward has alive for itself, or the update
-    head       the slab of logits and what the loss, or the top-k, makes of it
+    head       the slab of logits (but for one that a training step keeps) and what the loss, or the top-k, makes of it
 
     peak = buffers + saved + max(workspace, head)
 
@@ -72,8 +72,13 @@ def train_bytes(
         own + layer_workspace(g, i, n, window, dtype, device, backward=True, policy=policy) for i, own in mixers.items()
     ]
     work += [mlp_workspace(g, i, n, dtype, backward=True) for i in kept]
-    update = _ADAM_COPIES * acc * min(trained, _ADAM_CHUNK.get(device, _ADAM_CHUNK["cpu"]))
-    return StepBytes(buffers.nbytes, saved, max(*work, update), head_bytes(g, rows, dtype, device, backward=True))
+    in_kernels = device == "cuda" and dtype != torch.float64
+    update = 0 if in_kernels else _ADAM_COPIES * acc * min(trained, _ADAM_CHUNK.get(device, _ADAM_CHUNK["cpu"]))
+    head, slab = head_bytes(g, rows, dtype, device, backward=True), 0
+    if in_kernels:  # the slab stays (`Buffers.logits_slab`)
+        head -= slab_elements(g.vocab, rows, device) * dtype.itemsize
+        slab = slab_elements(g.vocab, n, device) * dtype.itemsize
+    return StepBytes(buffers.nbytes + slab, saved, max(*work, update), head)
 
 
 def forward_bytes(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,21 +19,14 @@ from torch import Tensor
 
 from cortiq_kernels.data.batches import Batch
 from cortiq_kernels.model.weights import Weights
-from cortiq_kernels.ops.adam import AdamState
+from cortiq_kernels.ops.adam import AdamRanges, AdamState
 from cortiq_kernels.step.backward import backward, embed_backward
 from cortiq_kernels.step.buffers import Buffers, Policy
 from cortiq_kernels.step.forward import Sequences, embed, forward, rope_for
-from cortiq_kernels.step.loss import Targets, head_loss
-from cortiq_kernels.step.update import AdamOptions, update
-
-
-class Micro(NamedTuple):
-    """One micro-batch on the device: a batch, its targets, and (frozen prefix) the residual stream that enters the
-    first layer."""
-
-    batch: Batch
-    targets: Targets
-    x: Tensor | None = None
+from cortiq_kernels.step.graph import Capture, Programs
+from cortiq_kernels.step.inputs import Micro, StaticInputs, shape_of
+from cortiq_kernels.step.loss import head_loss
+from cortiq_kernels.step.update import AdamOptions, update, update_ranges
 
 
 class StepStats(NamedTuple):
@@ -47,6 +41,49 @@ class StepStats(NamedTuple):
     scale: float
 
 
+def sum_of_weights(micros: Sequence[Micro]) -> float:
+    """Of all rows of a step. ValueError when no row is scored."""
+    weight_sum = sum(m.batch.weight_sum for m in micros)
+    if not weight_sum > 0:
+        raise ValueError(
+            f"step: the weights of the {len(micros)} micro-batches must sum to more than 0; got {weight_sum}; "
+            "leave out steps without scored rows"
+        )
+    return weight_sum
+
+
+def micro_gradients(
+    w: Weights,
+    buf: Buffers,
+    micro: Micro,
+    rope: tuple[Tensor, Tensor],
+    total: Tensor,
+    weight_sum: Tensor,
+    scale: Tensor,
+    *,
+    stop: int,
+    accumulate: bool,
+    masks: Mapping[int, Tensor] | None = None,
+    dmasks: Mapping[int, Tensor] | None = None,
+) -> None:
+    """One micro-batch of a step. `total` (0-d f64) `=`, or `+=` with `accumulate`, its rows' weighted losses;
+    likewise the gradients, times `scale` / `weight_sum` (0-d, of the whole step), of what `w` trains in the layers from
+    `stop` on, and of the gates in `dmasks` (`backward`). Of the batch's host numbers only max_seqlen is read."""
+    batch = micro.batch
+    seqs = Sequences.build(w.geometry, batch.cu_seqlens, batch.max_seqlen, buf.n, rope)
+    x = embed(w, buf, batch.tokens) if micro.x is None else micro.x
+    forward(w, buf, x, seqs, masks=masks)
+    grad_scale = scale.double() / weight_sum
+    loss = head_loss(w, buf, batch, micro.targets, grad_scale=grad_scale, accumulate=accumulate)
+    if accumulate:
+        total.add_(loss)
+    else:
+        total.copy_(loss)
+    dx = backward(w, buf, buf.dhidden, seqs, stop=stop, accumulate=accumulate, masks=masks, dmasks=dmasks)
+    if stop == 0:
+        embed_backward(w, dx, batch.tokens, accumulate=accumulate)
+
+
 def mean_loss_and_gradients(
     w: Weights,
     buf: Buffers,
@@ -58,25 +95,52 @@ def mean_loss_and_gradients(
     masks: Mapping[int, Tensor] | None = None,
     dmasks: Mapping[int, Tensor] | None = None,
 ) -> Tensor:
-    """Mean loss over `micros` (0-d float64), and `scale` times its gradients (`=`): of what `w` trains in the layers
-    from `stop` on, and of the gates in `dmasks` (`backward`). ValueError when no row is scored."""
-    weight_sum = sum(m.batch.weight_sum for m in micros)
-    if not weight_sum > 0:
-        raise ValueError(
-            f"step: the weights of the {len(micros)} micro-batches must sum to more than 0; got {weight_sum}; "
-            "leave out steps without scored rows"
-        )
-    total = torch.zeros((), dtype=torch.float64, device=w.device)
-    grad_scale = scale.double() / weight_sum
+    """Mean loss over `micros` (0-d float64), and `scale` times its gradients (`=`); see `micro_gradients`. ValueError
+    when no row is scored. For what is no training step; `StepParts` is the same, recorded."""
+    weight_sum = torch.full((), sum_of_weights(micros), dtype=torch.float64, device=w.device)
+    total = torch.zeros_like(weight_sum)
     for j, m in enumerate(micros):
-        seqs = Sequences.build(w.geometry, m.batch.cu_seqlens, m.batch.max_seqlen, buf.n, rope)
-        x = embed(w, buf, m.batch.tokens) if m.x is None else m.x
-        forward(w, buf, x, seqs, masks=masks)
-        total += head_loss(w, buf, m.batch, m.targets, grad_scale=grad_scale, accumulate=j > 0)
-        dx = backward(w, buf, buf.dhidden, seqs, stop=stop, accumulate=j > 0, masks=masks, dmasks=dmasks)
-        if stop == 0:
-            embed_backward(w, dx, m.batch.tokens, accumulate=j > 0)
+        micro_gradients(
+            w, buf, m, rope, total, weight_sum, scale, stop=stop, accumulate=j > 0, masks=masks, dmasks=dmasks
+        )  # fmt: skip
     return total / weight_sum
+
+
+@dataclass
+class StepParts:
+    """The micro-batches of a step, one recorded part each (`graph.py`), with what they share in memory that stays.
+
+    `loss` (0-d f64): the mean loss of the last step. `weight_sum`, `total`: of it.
+    """
+
+    programs: Programs
+    inputs: StaticInputs
+    loss: Tensor
+    weight_sum: Tensor
+    total: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device, programs: Programs) -> StepParts:
+        loss, weight_sum, total = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
+        return cls(programs, StaticInputs(device), loss, weight_sum, total)
+
+    def run(
+        self, what: str, micros: Sequence[Micro], stop: int, work: Callable[[Micro, bool], None], buffers: Buffers,
+        masks: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`work(micro, accumulate)` for every micro-batch; -> the mean loss. Parts called `what` that another `stop` or
+        the memory of other `masks` was recorded for are dropped. ValueError when no row is scored."""
+        trains = (stop, tuple((i, t.data_ptr(), t.numel()) for i, t in sorted((masks or {}).items())))
+        self.weight_sum.fill_(sum_of_weights(micros))
+        if self.programs.enabled:
+            self.programs.forget(lambda key: key[0] == what and key[1] != trains)
+        for j, micro in enumerate(micros):
+            if self.programs.enabled:
+                micro = self.inputs.load(micro)
+            key = (what, trains, j > 0, shape_of(micro))
+            self.programs.run(key, partial(work, micro, j > 0), release=buffers.forget)
+        torch.div(self.total, self.weight_sum, out=self.loss)
+        return self.loss
 
 
 def read_stats(state: AdamState, loss: Tensor) -> StepStats:
@@ -88,7 +152,11 @@ def read_stats(state: AdamState, loss: Tensor) -> StepStats:
 @dataclass
 class Trainer:
     """Owns the optimizer state and the buffers of `n` = batch * window tokens; `weights.trained` says what trains.
-    `masks`: as of `Evaluator`; `policy`: what is kept for the backward (`Buffers`)."""
+
+    On a GPU a step is recorded in its second run and replayed from then on, unless `graph` is False: the same bits, and
+    the host is not what limits it. `programs.reason` says why one is not. `capture`: what records, for tests. `masks`:
+    as of `Evaluator`; `policy`: what is kept for the backward (`Buffers`).
+    """
 
     weights: Weights
     n: int
@@ -97,6 +165,8 @@ class Trainer:
     loss_scale: float = 1.0
     masks: Mapping[int, Tensor] | None = None
     policy: Policy = "cheap"
+    graph: bool = True
+    capture: Callable[[], Capture] | None = None
 
     def __post_init__(self) -> None:
         w = self.weights
@@ -110,11 +180,20 @@ class Trainer:
         )  # fmt: skip
         self.state = AdamState.new(w.device, scale=self.loss_scale)
         self.rope = rope_for(w, self.max_seqlen)
-        self.loss = torch.zeros((), dtype=torch.float64, device=w.device)
+        self.programs = Programs(w.device, enabled=self.graph, capture=self.capture)
+        self.parts = StepParts.on(w.device, self.programs)
+        self.rate = torch.zeros((), dtype=torch.float64, device=w.device)
+        self._ranges = AdamRanges([])
+
+    @property
+    def loss(self) -> Tensor:
+        """Mean loss of the last step: 0-d, the same memory in every step."""
+        return self.parts.loss
 
     def gradients(self, micros: Sequence[Micro], *, from_layer: int | None = None) -> Tensor:
         """Gradients of the mean loss over `micros`, times the loss scale, into `weights.trained.grad`; returns the
-        loss (0-d). `from_layer` is `weights.train_from` or above. ValueError when no row is scored."""
+        loss (0-d, valid until the next call). `from_layer` is `weights.train_from` or above. ValueError when no row is
+        scored."""
         w, buf = self.weights, self.buffers
         stop = w.train_from if from_layer is None else from_layer
         if not w.train_from <= stop <= w.geometry.n_layers:
@@ -122,10 +201,15 @@ class Trainer:
                 f"Trainer: from_layer must be between train_from {w.train_from} and the {w.geometry.n_layers} layers; "
                 f"got {stop}; load the weights with a lower train_from="
             )
-        self.loss = mean_loss_and_gradients(
-            w, buf, micros, self.rope, self.state.scale, stop=stop, masks=self.masks
-        )  # fmt: skip
-        return self.loss
+
+        def one(micro: Micro, accumulate: bool) -> None:
+            micro_gradients(
+                w, buf, micro, self.rope, self.parts.total, self.parts.weight_sum, self.state.scale, stop=stop,
+                accumulate=accumulate, masks=masks,
+            )  # fmt: skip
+
+        masks = self.masks
+        return self.parts.run("step", micros, stop, one, buf, masks)
 
     def step(
         self,
@@ -144,15 +228,14 @@ class Trainer:
         self, rate: float, *, from_layer: int | None = None, factor: Callable[[int], float] | None = None
     ) -> None:
         """The update alone, from the gradients and the loss that `gradients` left."""
-        update(
-            self.weights,
-            self.state,
-            self.loss,
-            rate,
-            self.options,
-            from_layer=self.weights.first_layer if from_layer is None else from_layer,
-            factor=factor,
-        )
+        w = self.weights
+        ranges = update_ranges(w, w.first_layer if from_layer is None else from_layer, factor)
+        if ranges != self._ranges.ranges:  # the trained window has moved, or its rates have
+            self._ranges = AdamRanges(ranges)
+            self.programs.forget(lambda key: key[0] == "update")
+        self.rate.fill_(rate)
+        work = partial(update, w, self.state, self.loss, self.rate, self.options, self._ranges)
+        self.programs.run(("update",), work)
 
     def sequences(self, batch: Batch) -> Sequences:
         return Sequences.build(self.weights.geometry, batch.cu_seqlens, batch.max_seqlen, self.n, self.rope)
@@ -194,27 +277,45 @@ class Trainer:
 
 @dataclass
 class Evaluator:
-    """Forward-only passes over batches of `n` tokens; lends a trainer's buffers when given them. `masks` maps a layer
-    to its per-neuron gate [F] in the accumulation dtype (absent: 1), and may be set between passes."""
+    """Forward-only passes over batches of `n` tokens; lends a trainer's buffers when given them, and then its
+    `programs`, whose graphs share memory. `masks` maps a layer to its per-neuron gate [F] in the accumulation dtype
+    (absent: 1), and may be set between passes; passes with masks are not recorded."""
 
     weights: Weights
     n: int
     max_seqlen: int
     buffers: Buffers | None = None
     masks: Mapping[int, Tensor] | None = None
+    programs: Programs | None = None
 
     def __post_init__(self) -> None:
         w = self.weights
         if self.buffers is None:
             self.buffers = Buffers(w.geometry, self.n, w.dtype, w.device, first=w.first_layer)
+        if self.programs is None:
+            self.programs = Programs(w.device)
         self.rope = rope_for(w, self.max_seqlen)
+        self._inputs = StaticInputs(w.device)
 
     def hidden(self, batch: Batch, x: Tensor | None = None) -> Tensor:
         """Hidden states [N, H] of a batch on the device (valid until the next call)."""
+        buf, programs = self.buffers, self.programs
+        assert buf is not None and programs is not None
+        if self.masks or not programs.enabled:
+            self._forward(batch.tokens, batch.cu_seqlens, batch.max_seqlen, x)
+            return buf.hidden
+        tensors = [batch.tokens, batch.cu_seqlens] + ([] if x is None else [x])
+        static = [self._inputs.keep(i, t) for i, t in enumerate(tensors)]
+        key = ("hidden", batch.max_seqlen, *(tuple(t.shape) for t in static))
+        work = partial(self._forward, static[0], static[1], batch.max_seqlen, None if x is None else static[2])
+        programs.run(key, work, release=buf.forget)
+        return buf.hidden
+
+    def _forward(self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, x: Tensor | None) -> None:
         w, buf = self.weights, self.buffers
         assert buf is not None
-        seqs = Sequences.build(w.geometry, batch.cu_seqlens, batch.max_seqlen, self.n, self.rope)
-        return forward(w, buf, embed(w, buf, batch.tokens) if x is None else x, seqs, save=False, masks=self.masks)
+        seqs = Sequences.build(w.geometry, cu_seqlens, max_seqlen, self.n, self.rope)
+        forward(w, buf, embed(w, buf, tokens) if x is None else x, seqs, save=False, masks=self.masks)
 
     def loss(self, micros: Iterable[Micro]) -> float:
         """Mean loss over all rows of all micro-batches: sum of w * loss / sum of w. Waits for the device once, at the

@@ -124,7 +124,7 @@ def test_a_green_op_is_measured_and_recorded(tmp_path: Path, capsys: pytest.Capt
     assert {"device", "commit", "date", "versions"} <= set(written["environment"])
     assert written["floor"]["copy_gbs"] > 0
     ours = [r for r in written["rows"] if r["who"] == "cortiq_kernels"]
-    assert [r["part"] for r in ours] == ["fwd", "bwd", "fwd+bwd"]
+    assert [r["part"] for r in ours] == ["fwd", "bwd", "bwd+n", "fwd+bwd"]
     for r in ours:
         assert 0 < r["p20_ms"] <= r["median_ms"] <= r["p80_ms"] and r["floor_percent"] > 0
         assert r["sizes"]["h"] == 64 and r["dtype"] == "float32"
@@ -155,8 +155,10 @@ SMALL_STEP = ["--size", "small", "--device", "cpu", "--batch", "1", "--window", 
 def test_step_loss_falls_and_is_recorded(tmp_path: Path):
     out = tmp_path / "s.json"
     assert step.main([*SMALL_STEP, "--rate", "1e-3", "--json", str(out)]) == 0
-    losses = json.loads(out.read_text())["step"]["loss_by_step"]
-    assert len(losses) == 3 and losses[-1] < losses[0]
+    found = json.loads(out.read_text())["step"]
+    losses = found["eager"]["loss_by_step"]
+    assert len(losses) == 5 and losses[-1] < losses[0]
+    assert found["gemm_floor_ms"] > 0 and found["eager"]["of_floor"] > 1 and "graph" not in found
 
 
 def test_step_that_does_not_learn_reports_no_time(capsys: pytest.CaptureFixture[str]):

@@ -60,7 +60,7 @@ def test_a_loss_that_is_not_finite_is_a_skip_too():
     t, micro = trainer(torch.float32, 1.0)
     before = t.weights.trained.master.clone()
     t.gradients([micro])
-    t.loss = t.loss * float("nan")
+    t.loss.mul_(float("nan"))
     t.apply(1e-3)
     assert not t.read().ok and torch.equal(before, t.weights.trained.master)
 
