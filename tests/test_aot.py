@@ -39,6 +39,8 @@ ONE_OF_EACH = {v.kernel.fn.__name__: v for v in VARIANTS}.values()
 STACK = {"select_kernel": 16, "wy_kernel": 1024, "state_kernel": 512, "dstate_kernel": 256}
 STACK |= {"local_kernel": 2048, "input_kernel": 6144}
 STACK |= {"norm_bwd_kernel": 128}  # at 16384 columns alone
+# Attention with heads of 256: a program's sums take half of its registers, and the rest some row offsets too many.
+STACK |= {"attn_fwd_kernel": 64, "attn_bwd_kernel": 512, "attn_prep_bwd_kernel": 128}
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
@@ -57,11 +59,13 @@ def test_compiles_for_other_architectures(variant, arch):
 
 def test_names_are_distinct_and_every_kernel_is_listed():
     from cortiq_kernels.ops import parts_triton, rms_norm_triton, rows_triton, topk_kl_triton, topk_triton
+    from cortiq_kernels.ops.attention import gate_triton, prep_triton, softmax_bwd_triton, softmax_triton
     from cortiq_kernels.ops.gated_delta import bwd_triton, conv_triton, fwd_triton, gates_triton, wy_triton
 
     assert len({v.name for v in VARIANTS}) == len(VARIANTS)
     modules = (topk_kl_triton, topk_triton, bwd_triton, conv_triton, fwd_triton, gates_triton, wy_triton)
     modules += (parts_triton, rms_norm_triton, rows_triton)
+    modules += (gate_triton, prep_triton, softmax_bwd_triton, softmax_triton)
     kernels = {n for m in modules for n in vars(m) if n.endswith("_kernel")}
     assert kernels == {v.kernel.fn.__name__ for v in VARIANTS}
 

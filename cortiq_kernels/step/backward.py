@@ -157,6 +157,7 @@ def attn_backward(
         dbias=w.grad(at + "qkv_bias"),
         accumulate=accumulate,
         index=seqs.index,
+        blocks=seqs.blocks,
     )
 
 
