@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import configs
+from ..parts_triton import sum_parts
 from . import gate_triton as gate
 from . import prep_triton as prep
 from . import sdpa
@@ -113,12 +114,13 @@ def prep_backward(a: Given, dq: Tensor, dk: Tensor, dv: Tensor | None, dproj: Te
         a.proj.stride(0), dq.stride(0), dk.stride(0), values.stride(0), dproj.stride(0), d.q_width // d.nq, d.q_width,
         **_prep_sizes(a), VALUES=dv is not None, **launch,
     )  # fmt: skip
-    if dnorm is not None and (grads.dq_norm is not None or grads.dk_norm is not None):
-        total = dnorm.sum(0)
-        grads.write("dq_norm", total[0])
-        grads.write("dk_norm", total[1])
-    if dbias is not None and grads.dbias is not None:
-        grads.write("dbias", dbias.sum(0))
+    for out, part in (
+        (grads.dq_norm, None if dnorm is None else dnorm[:, 0]),
+        (grads.dk_norm, None if dnorm is None else dnorm[:, 1]),
+        (grads.dbias, dbias),
+    ):
+        if out is not None and part is not None:
+            sum_parts(part, out, grads.accumulate)
 
 
 def _tile(dims: AttnDims) -> dict[str, int]:
