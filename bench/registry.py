@@ -91,14 +91,14 @@ def blank(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
 def starts(sizes: Sizes, device: torch.device) -> Tensor:
     """cu_seqlens [S + 1]: one sequence a window.
 
-    With `packed`, short ones of odd length and empty ones at the end; with `records`, that many of uneven length, the
-    longest 8 times the shortest.
+    With `packed`, short ones of odd length and empty ones at the end; with `records`, that many of uneven length in
+    every window, the longest 8 times the shortest.
     """
     n, window = sizes["n"], sizes["window"]
     cuts = list(range(0, n, window))
     if sizes.get("records"):
         share = torch.linspace(1, 8, sizes["records"]).cumsum(0)
-        cuts = [0, *(int(n * x / share[-1]) for x in share[:-1])]
+        cuts = [start + int(window * x / share[-1]) for start in cuts for x in (0, *share[:-1])]
     if sizes.get("packed"):
         cuts = sorted({*cuts, *range(0, n, 37)}) + [n] * 2
     return torch.tensor([*cuts, n], dtype=torch.int32, device=device)

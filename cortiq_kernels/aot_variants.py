@@ -20,8 +20,8 @@ class Variant(NamedTuple):
 
 def variants(arch: int) -> list[Variant]:
     """Every variant that the ops launch on sm_<arch>, up to sizes."""
-    made = head_variants() + swiglu_variants(arch) + gated_delta_variants(arch) + adam_variants(arch)
-    return made + norm_variants(arch) + rows_variants(arch) + parts_variants()
+    made = head_variants() + swiglu_variants(arch) + gated_delta_variants(arch) + attention_variants(arch)
+    return made + adam_variants(arch) + norm_variants(arch) + rows_variants(arch) + parts_variants()
 
 
 def head_variants() -> list[Variant]:
@@ -165,9 +165,7 @@ def gated_delta_variants(arch: int) -> list[Variant]:
                 launch["BV"] = vpad
             warps, stages, most = launch.pop("num_warps"), launch.pop("num_stages"), launch.pop("maxnreg", 0)
             types = _types(kernel, dtype, constexprs | launch)
-            aligned = tuple(
-                n for n, t in types.items() if t[0] == "*" or "stride" in n or n.endswith(("_head", "_apart"))
-            )
+            aligned = _aligned(types)
             label = f"gdn {name} {dtype} {hk}/{hv} {dk}x{dv}"
             out.append(Variant(label, kernel, types, constexprs | launch, warps, stages, most, aligned))
     return out
@@ -286,6 +284,52 @@ def adam_variants(arch: int) -> list[Variant]:
     return out
 
 
+# (working dtype, query heads, key heads, head size, rotary dimensions, gate, norm, bias): Qwen3.5, Qwen3, Qwen2
+_ATTENTION = [
+    ("bf16", 8, 2, 256, 64, True, True, False),
+    ("bf16", 16, 8, 128, 128, False, True, False),
+    ("fp16", 14, 2, 64, 64, False, False, True),
+]
+
+
+def attention_variants(arch: int) -> list[Variant]:
+    """The attention mixer."""
+    from cortiq_kernels.ops import configs
+    from cortiq_kernels.ops.attention import gate_triton, prep_triton, softmax_bwd_triton, softmax_triton
+    from cortiq_kernels.ops.attention.dims import AttnDims, pack, tile_width
+    from cortiq_kernels.ops.attention.triton_run import power
+
+    out = []
+    for dtype, nq, nkv, hd, rot, gate, norm, bias in _ATTENTION:
+        dims = AttnDims(nq, nkv, hd, rot, gate)
+        rows = {"HD": hd, "PAD": power(hd)}
+        prep = {"NQ": nq, "NKV": nkv, **rows, "ROT": rot, "NORM": norm, "CENTERED": gate, "BIAS": bias}
+        tile = {"NKV": nkv, "GROUP": dims.group, "HD": hd, "PAD": tile_width(hd), "PACK": pack(dims)}
+        chosen: list[tuple[Any, str, dict[str, Any]]] = [
+            (prep_triton.attn_prep_kernel, "prep", prep),
+            (prep_triton.attn_prep_bwd_kernel, "prep_bwd", {**prep, "VALUES": bias}),
+            (softmax_triton.attn_fwd_kernel, "softmax", {**tile, "GATE": gate, "SAVE": True}),
+            (softmax_bwd_triton.attn_bwd_kernel, "softmax_bwd", tile),
+            (gate_triton.attn_gate_bwd_kernel, "gate_bwd", {"NQ": nq, **rows, "GATE": gate, "DELTA": True}),
+        ]
+        if gate:
+            chosen.append((gate_triton.attn_gate_kernel, "gate", {"NQ": nq, **rows}))
+        for kernel, name, constexprs in chosen:
+            launch = dict(configs.launch("attention", tile_width(hd), name, arch))
+            warps, stages, most = launch.pop("num_warps"), launch.pop("num_stages"), launch.pop("maxnreg", 0)
+            types = _types(kernel, dtype, constexprs | launch)
+            aligned = _aligned(types)
+            label = f"attention {name} {dtype} {nq}/{nkv} {hd}"
+            out.append(Variant(label, kernel, types, constexprs | launch, warps, stages, most, aligned))
+    return out
+
+
+def _aligned(types: dict[str, str]) -> tuple[str, ...]:
+    """Arguments that are multiples of 16 in the models' shapes."""
+    ends = ("_head", "_apart", "_start")
+    return tuple(n for n, t in types.items() if t[0] == "*" or "stride" in n or n.endswith(ends))
+
+
 _F32 = {
     "a_log_ptr",
     "beta_ptr",
@@ -303,6 +347,8 @@ _F32 |= {"g_ptr", "h0_ptr", "ht_ptr", "norm_ptr", "part_ptr", "rstd_ptr", "w_ptr
 _F32 |= {"mask_ptr", "dmask_ptr", "abs_ptr", "square_ptr", "product_ptr"}  # of swiglu's sums
 _INT = {"table_ptr": "*i32", "cu_ptr": "*i32", "offsets_ptr": "*i32", "pos_ptr": "*i64"}
 _INT |= {"ids_ptr": "*i32", "index_ptr": "*i32", "order_ptr": "*i64"}
+_F32 |= {"bias_ptr", "cos_ptr", "dbias_ptr", "delta_ptr", "k_norm_ptr", "lse_ptr", "q_norm_ptr", "sin_ptr"}
+_INT |= {"blocks_ptr": "*i32", "keys_ptr": "*i32", "queries_ptr": "*i32"}
 
 
 def _types(kernel: Any, dtype: str, constexprs: dict[str, Any]) -> dict[str, str]:

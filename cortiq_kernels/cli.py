@@ -162,7 +162,8 @@ def execute(run: Run, cfg: Any, flags: Flags) -> int:
 
         models = [m for m in (plan.get("student"), plan.get("model"), *plan.get("models", {}).values()) if m]
         heads = max((m["delta_heads"] for m in models), key=max)  # kernels that take these take smaller ones, too
-        plan["backends"] = env.backends(plan["device"], plan["dtype"], heads)
+        attention = max(m["attention_head"] for m in models)
+        plan["backends"] = env.backends(plan["device"], plan["dtype"], heads, attention)
         print(json.dumps(_plain(plan), indent=2) if flags.json else results.plan_text(plan))
         return 0
     work = _load(recipe.run)

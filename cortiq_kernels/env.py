@@ -18,8 +18,11 @@ OPS = (
     "topk_softmax", "embedding", "adam", "gram",
 )  # fmt: skip
 GATED_DELTA = ("gdn_mixer", "chunk_gated_delta_rule")
+ATTENTION = "attention_mixer"
 # on CUDA tensors below float64
-WITH_KERNELS = (*GATED_DELTA, "head_topk_kl", "topk_softmax", "add_rms_norm", "embedding", "swiglu_mlp", "adam")
+WITH_KERNELS = (
+    *GATED_DELTA, ATTENTION, "head_topk_kl", "topk_softmax", "add_rms_norm", "embedding", "swiglu_mlp", "adam",
+)  # fmt: skip
 
 
 def collect() -> dict[str, Any]:
@@ -42,6 +45,7 @@ def collect() -> dict[str, Any]:
 def _op(op: str, no_gpu: str | None, no_triton: str | None) -> dict[str, Any]:
     """What tensors of either device get, why, and what would change it. `cuda` is None where there is no GPU."""
     from cortiq_kernels import native
+    from cortiq_kernels.ops.attention.dims import MAX_HEAD as ATTENTION_HEAD
     from cortiq_kernels.ops.gated_delta.layout import MAX_HEAD
     from cortiq_kernels.ops.rms_norm import MAX_WIDTH
 
@@ -61,8 +65,11 @@ def _op(op: str, no_gpu: str | None, no_triton: str | None) -> dict[str, Any]:
                 change += f"; rows of up to {MAX_WIDTH} elements without gaps take them"
             if op == "embedding":
                 reason = "the gather through torch, the gradient by Triton kernels"
-            if op in GATED_DELTA:
-                change = f"bf16 and f16 tensors with heads of up to {MAX_HEAD} take them; others may take torch"
+            most = {**dict.fromkeys(GATED_DELTA, MAX_HEAD), ATTENTION: ATTENTION_HEAD}.get(op)
+            if most is not None:
+                change = f"bf16 and f16 tensors with heads of up to {most} take them; others may take torch"
+            if op == ATTENTION:
+                reason += ", around SDPA's where no window is packed; with deterministic=True all are its own"
     cpu = "torch"
     if op == "gram":
         change = "nothing yet: it has no CUDA kernel of its own"
@@ -79,22 +86,27 @@ def _op(op: str, no_gpu: str | None, no_triton: str | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def backends(device: str, dtype: str, heads: Sequence[int] = (0, 0)) -> dict[str, dict[str, str]]:
+def backends(
+    device: str, dtype: str, heads: Sequence[int] = (0, 0), attention_head: int = 0
+) -> dict[str, dict[str, str]]:
     """Op -> {backend, reason} of a run on `device` ("cpu", "cuda:0 (...)") in `dtype` (bf16, f16, f32, f64), of a model
-    with gated delta heads of sizes dk and dv.
+    with gated delta heads of sizes dk and dv, and softmax attention heads of `attention_head`.
     """
     from cortiq_kernels import backend
     from cortiq_kernels.ops import triton_gate
-    from cortiq_kernels.ops.gated_delta.layout import unfit_for_kernels
+    from cortiq_kernels.ops.attention import dims
+    from cortiq_kernels.ops.gated_delta import layout
 
-    unfit = unfit_for_kernels(backend.DTYPES[dtype], *heads)
+    working = backend.DTYPES[dtype]
+    unfit = dict.fromkeys(GATED_DELTA, layout.unfit_for_kernels(working, *heads))
+    unfit[ATTENTION] = dims.unfit_for_kernels(working, attention_head)
     found = {}
     for o in (_op(op, backend.no_gpu_reason(), triton_gate.missing()) for op in OPS):
         kind, why = (o["cpu"], o["cpu_reason"]) if device.startswith("cpu") else (o["cuda"] or "torch", o["reason"])
         if kind == "triton" and dtype == "f64":
             kind, why = "torch", "float64 is for exact runs, which the torch path does"
-        elif kind == "triton" and o["op"] in GATED_DELTA and unfit:
-            kind, why = "torch", unfit
+        elif kind == "triton" and unfit.get(o["op"]):
+            kind, why = "torch", unfit[o["op"]]
         found[o["op"]] = {"backend": kind, "reason": why}
     return found
 

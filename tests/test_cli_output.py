@@ -330,10 +330,11 @@ def test_dry_run_says_which_backend_and_why(place, tmp_path):
 def test_every_op_that_has_kernels_says_so():
     """Which ops ask for Triton is read from their sources, so that `cortiq env` cannot fall behind them."""
     folder = Path(env.__file__).parent / "ops"
-    named = {"topk.py": "topk_softmax", "topk_kl.py": "head_topk_kl", "mixer.py": "gdn_mixer", "adam.py": "adam",
-             "chunk.py": "chunk_gated_delta_rule", "rms_norm.py": "add_rms_norm",
-             "embedding.py": "embedding", "swiglu.py": "swiglu_mlp"}  # fmt: skip
-    asking = {f.name for f in folder.rglob("*.py") if "use_triton(" in f.read_text()}
+    named = {"topk.py": "topk_softmax", "topk_kl.py": "head_topk_kl", "gated_delta/mixer.py": "gdn_mixer",
+             "gated_delta/chunk.py": "chunk_gated_delta_rule", "attention/mixer.py": "attention_mixer",
+             "rms_norm.py": "add_rms_norm", "embedding.py": "embedding", "swiglu.py": "swiglu_mlp",
+             "adam.py": "adam"}  # fmt: skip
+    asking = {f.relative_to(folder).as_posix() for f in folder.rglob("*.py") if "use_triton(" in f.read_text()}
     asking = {name for name in asking if name != "triton_gate.py" and not name.startswith("library")}  # the same ops
     assert {named[name] for name in asking} == set(env.WITH_KERNELS)
 
@@ -348,6 +349,9 @@ def test_backends_of_a_gpu(monkeypatch):
         wide = env.backends("cuda:0 (a GPU)", "bf16", (128, 256))["gdn_mixer"]
         assert wide["backend"] == "torch" and "head sizes 128 and 256" in wide["reason"]
         assert env.backends("cuda:0 (a GPU)", "bf16", (128, 128))["gdn_mixer"]["backend"] == "triton"
+        assert env.backends("cuda:0 (a GPU)", "bf16", (0, 0), 256)["attention_mixer"]["backend"] == "triton"
+        wide = env.backends("cuda:0 (a GPU)", "bf16", (0, 0), 512)["attention_mixer"]
+        assert wide["backend"] == "torch" and "head size of 512" in wide["reason"]
     exact = env.backends("cuda:0 (a GPU)", "f64")["head_topk_kl"]
     assert exact["backend"] == "torch" and "float64" in exact["reason"]
 

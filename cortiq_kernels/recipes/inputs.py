@@ -193,5 +193,6 @@ def geometry_summary(g: Geometry) -> dict[str, Any]:
         "vocab": g.vocab,
         "tied": g.tied,
         "delta_heads": [g.dk, g.dv],
+        "attention_head": g.hd,
         "parameters": names.parameter_count(g),
     }

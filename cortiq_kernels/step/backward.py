@@ -170,6 +170,7 @@ def attn_backward(
         dbias=w.grad(at + "qkv_bias"),
         accumulate=accumulate,
         index=seqs.index,
+        blocks=seqs.blocks,
     )
 
 

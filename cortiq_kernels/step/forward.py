@@ -14,7 +14,14 @@ from torch import Tensor
 
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.weights import Weights
-from cortiq_kernels.ops.attention import AttnDims, Llama3Rope, attention_mixer_fwd, rope_table
+from cortiq_kernels.ops.attention import (
+    AttnBlocks,
+    AttnDims,
+    Llama3Rope,
+    attention_mixer_fwd,
+    kernel_blocks,
+    rope_table,
+)
 from cortiq_kernels.ops.embedding import embedding_fwd
 from cortiq_kernels.ops.gated_delta import ChunkIndex, GdnDims, chunk_index, gdn_mixer_fwd
 from cortiq_kernels.ops.linear import linear_fwd
@@ -34,11 +41,14 @@ class Sequences:
     cos: Tensor  # [max_seqlen, rot / 2]
     sin: Tensor  # [max_seqlen, rot / 2]
     chunks: ChunkIndex | None = None  # of the Gated DeltaNet kernels, on a GPU
+    blocks: AttnBlocks | None = None  # of the attention kernels, where they run
 
     @classmethod
     def build(cls, g: Geometry, cu_seqlens: Tensor, max_seqlen: int, n: int, rope: tuple[Tensor, Tensor]) -> Sequences:
         chunks = chunk_index(cu_seqlens, n) if cu_seqlens.is_cuda else None
-        return cls(cu_seqlens, max_seqlen, sequence_index(cu_seqlens, n), *rope, chunks)
+        full = any(map(g.is_full, range(g.n_layers)))
+        blocks = kernel_blocks(cu_seqlens, n, max_seqlen, attn_dims(g)) if full else None
+        return cls(cu_seqlens, max_seqlen, sequence_index(cu_seqlens, n), *rope, chunks, blocks)
 
 
 def rope_for(w: Weights, max_seqlen: int) -> tuple[Tensor, Tensor]:
@@ -212,6 +222,7 @@ def attn_forward(w: Weights, s: LayerSlots, at: str, n: Tensor, seqs: Sequences,
         out=s.mix,
         save=save,
         index=seqs.index,
+        blocks=seqs.blocks,
     )
 
 

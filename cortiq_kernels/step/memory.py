@@ -22,7 +22,8 @@ import torch
 
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.weights import acc_dtype
-from cortiq_kernels.ops.attention import BLOCK_Q
+from cortiq_kernels.ops.attention import dims as attention_dims
+from cortiq_kernels.ops.attention.torch_path import BLOCK_Q
 from cortiq_kernels.ops.gated_delta.layout import CHUNK, unfit_for_kernels
 from cortiq_kernels.ops.topk_kl import CHUNK_ROWS
 from cortiq_kernels.step.buffers import Buffers, Policy
@@ -126,6 +127,12 @@ def layer_workspace(
     mixer: float
     if g.is_full(layer):
         q, kv = g.nq * g.hd, g.nkv * g.hd
+        if attention_kernels(g, dtype, device):
+            sums = 4 * n * g.nq
+            if not backward:
+                return max(mlp, dtype.itemsize * n * (2 * q + 2 * kv) + sums)
+            alone = 4 * n * q  # cuDNN sums dq in float32
+            return max(mlp, dtype.itemsize * n * (3 * q + 4 * kv) + sums + alone)
         scores = 2.5 * g.nq * min(BLOCK_Q.get(device, BLOCK_Q["cpu"]), window)
         mixer = acc * n * ((5 * q + 4 * kv if backward else 2.5 * q + 3 * kv) + scores)
     elif gdn_kernels(g, dtype, device):
@@ -177,6 +184,11 @@ def slab_elements(vocab: int, rows: int, device: str) -> int:
 def gdn_kernels(g: Geometry, dtype: torch.dtype, device: str) -> bool:
     """Whether Gated DeltaNet runs on its kernels there."""
     return device == "cuda" and dtype != torch.float64 and not unfit_for_kernels(dtype, g.dk, g.dv)
+
+
+def attention_kernels(g: Geometry, dtype: torch.dtype, device: str) -> bool:
+    """Whether softmax attention runs on kernels there."""
+    return device == "cuda" and dtype != torch.float64 and not attention_dims.unfit_for_kernels(dtype, g.hd)
 
 
 def _kernel_states(g: Geometry, n: int, window: int) -> int:

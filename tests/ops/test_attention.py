@@ -4,14 +4,18 @@ import pytest
 import torch
 from ops_close import GPU_TOL, bits, nan, no_sync, not_worse, same
 
-from cortiq_kernels.ops import attention
+from cortiq_kernels import backend
 from cortiq_kernels.ops.attention import (
     AttnDims,
     attention_mixer_bwd,
     attention_mixer_fwd,
     attention_mixer_ref,
+    kernel_blocks,
     rope_table,
+    sdpa,
+    torch_path,
 )
+from cortiq_kernels.ops.attention import dims as dims_of
 from cortiq_kernels.ops.checks import acc_dtype
 from cortiq_kernels.ops.sequences import sequence_index
 
@@ -64,7 +68,7 @@ def run(proj, dout, vectors, dims, cu, window, **grads):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_matches_float64(case, dtype, block, rng, monkeypatch):
-    monkeypatch.setattr(attention, "BLOCK_Q", {"cpu": block})
+    monkeypatch.setattr(torch_path, "BLOCK_Q", {"cpu": block})
     dims, starts, window = CASES[case]
     proj, dout, vectors, cu = make(dims, starts, window, dtype, rng)
     got = run(proj, dout, vectors, dims, cu, window)
@@ -280,3 +284,30 @@ def test_gpu(dtype, rng):
             same(got.cpu(), exact, GPU_TOL[dtype])
         runs.append(bits(out, dproj, dq, dk))
     assert runs[0] == runs[1]
+
+
+def test_what_the_kernels_and_sdpa_take():
+    bf16 = torch.bfloat16
+    assert dims_of.unfit_for_kernels(bf16, 256) == dims_of.unfit_for_kernels(bf16, 256, arch=90) == ""
+    assert dims_of.unfit_for_kernels(bf16, 128, arch=89) == ""
+    assert "sm_89" in dims_of.unfit_for_kernels(bf16, 256, arch=89)
+    assert "float32" in dims_of.unfit_for_kernels(torch.float32, 64)
+    assert "512" in dims_of.unfit_for_kernels(bf16, 512)
+    whole, packed = torch.tensor([0, 4, 8]), torch.tensor([0, 3, 4, 8])
+    assert sdpa.dense(whole, 8, 4) and not sdpa.dense(packed, 8, 4) and not sdpa.dense(torch.tensor([0, 8]), 8, 4)
+    assert sdpa.choose(torch.zeros(8, DIMS.width), DIMS, whole, 4) == "triton"  # no cuDNN on a CPU
+    assert kernel_blocks(whole, 8, 4, DIMS) is None
+
+
+def test_sdpa_is_not_asked_where_bits_must_repeat(monkeypatch):
+    class OnGpu:
+        is_cuda, dtype, shape, device = True, torch.bfloat16, (8, DIMS.width), torch.device("cuda", 0)
+
+    asked = []
+    monkeypatch.setattr(sdpa, "_takes", lambda *args: not asked.append(args))
+    whole, packed = torch.tensor([0, 4, 8]), torch.tensor([0, 3, 4, 8])
+    assert sdpa.choose(OnGpu(), DIMS, whole, 4) == "cudnn"
+    assert sdpa.choose(OnGpu(), DIMS, packed, 4) == "triton"
+    with backend.deterministic(True):
+        assert sdpa.choose(OnGpu(), DIMS, whole, 4) == "triton"
+    assert len(asked) == 1
