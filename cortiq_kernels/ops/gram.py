@@ -70,7 +70,8 @@ def gram_accumulate_(
     """
     _check(gram, x, row_index, row_weight)
     if _native_takes(gram, x, row_weight):
-        native.gram_accumulate_cpu(gram, x, row_index, row_weight)
+        run = native.gram_accumulate_cuda if x.is_cuda else native.gram_accumulate_cpu
+        run(gram, x, row_index, row_weight)
         return gram
     rows = x.shape[0] if row_index is None else row_index.shape[0]
     for a in range(0, rows, _ROWS):
@@ -112,7 +113,9 @@ def gram_diagonal(gram: Tensor, n: int) -> Tensor:
 def _native_takes(gram: Tensor, x: Tensor, row_weight: Tensor | None) -> bool:
     small = gram.dtype == torch.float32 and x.dtype in native.DTYPES
     small = small and (row_weight is None or row_weight.dtype == torch.float32)
-    return small and x.device.type == "cpu" and native.missing() is None
+    if not small or x.device.type not in ("cpu", "cuda"):
+        return False
+    return (native.cuda_missing(x.device.index) if x.is_cuda else native.missing()) is None
 
 
 def _counted(x: Tensor, row_index: Tensor | None, row_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:

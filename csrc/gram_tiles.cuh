@@ -1,0 +1,76 @@
+// What the CUDA kernels of the Gram accumulator share: their arguments, and which block of G is whose.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "gram.h"
+
+namespace cortiq {
+
+// What the device finds out about the rows that enter; written by `choose_rows` (gram_stage.cuh).
+struct Rows {
+    int count;  // rows with a weight that is not zero
+    int plain;  // all these weights are 1
+};
+
+enum class When : int { always = 0, plain = 1, weighted = 2 };  // which finding of Rows a kernel is for
+
+// One launch: G += sum over products p of A_p^T B_p, all of them row ranges of one matrix of 16-bit numbers.
+struct Products {
+    float* gram;
+    const Rows* found;  // null: `rows` is how many there are
+    When when;
+    int64_t first;  // with `found`: the rows before it are other launches'
+    int rows;       // at most
+    int n;
+    int count;     // of products
+    int a_row[3];  // where each one's operands begin in the matrix
+    int b_row[3];
+    int* turns;      // zeros, and zeros again afterwards: how far a split tile has been summed (sm_90)
+    int* nonfinite;  // or null; set to 1 where the diagonal of what is added is not finite
+};
+
+__device__ __forceinline__ bool mine(const Rows* found, When when) {
+    return when == When::always || (found->plain != 0) == (when == When::plain);
+}
+
+// How many rows this launch has.
+__device__ __forceinline__ int rows_of(const Products& p) {
+    if (!p.found) return p.rows;
+    const int64_t left = p.found->count - p.first;
+    return left <= 0 ? 0 : left < p.rows ? static_cast<int>(left) : p.rows;
+}
+
+constexpr int kBand = 8;
+
+// Block `index` of the upper triangle of `side` x `side` blocks, column by column within bands of 8 rows: blocks that
+// are computed at the same time then share their columns of x, which the L2 cache hands out.
+__device__ __forceinline__ void block_at(int side, int index, int& row, int& column) {
+    int top = 0;
+    for (;;) {
+        const int high = min(kBand, side - top), wide = side - top;
+        const int triangle = high * (high + 1) / 2, all = triangle + (wide - high) * high;
+        if (index < all) {
+            if (index >= triangle) {
+                column = top + high + (index - triangle) / high;
+                row = top + (index - triangle) % high;
+                return;
+            }
+            int c = 0;
+            while (index > c) index -= ++c;
+            column = top + c;
+            row = top + index;
+            return;
+        }
+        index -= all;
+        top += high;
+    }
+}
+
+__host__ __device__ __forceinline__ int64_t tile_number(int64_t tiles, int64_t i, int64_t j) {
+    return i * tiles - i * (i - 1) / 2 + (j - i);
+}
+
+}  // namespace cortiq
