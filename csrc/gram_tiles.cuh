@@ -47,10 +47,10 @@ constexpr int kBand = 8;
 
 // Block `index` of the upper triangle of `side` x `side` blocks, column by column within bands of 8 rows: blocks that
 // are computed at the same time then share their columns of x, which the L2 cache hands out.
-__device__ __forceinline__ void block_at(int side, int index, int& row, int& column) {
+__host__ __device__ __forceinline__ void block_at(int side, int index, int& row, int& column) {
     int top = 0;
     for (;;) {
-        const int high = min(kBand, side - top), wide = side - top;
+        const int wide = side - top, high = wide < kBand ? wide : kBand;
         const int triangle = high * (high + 1) / 2, all = triangle + (wide - high) * high;
         if (index < all) {
             if (index >= triangle) {
