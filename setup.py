@@ -128,6 +128,7 @@ class NativeBuild(build_ext):
         text += f"build {target.name}: link {' '.join(objects)}\n"
         (work / "build.ninja").write_text(text, encoding="utf-8")
         done = subprocess.run([ninja, "-C", str(work)], capture_output=True, text=True)
+        (work / "build.log").write_text(done.stdout + done.stderr, encoding="utf-8")
         if done.returncode:
             print(done.stdout + done.stderr, file=sys.stderr)
             wrong = [line.strip() for line in done.stdout.splitlines() if re.search("error|cannot find", line.lower())]
