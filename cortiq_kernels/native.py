@@ -125,12 +125,14 @@ def gram_accumulate_cuda(
     row_weight: Tensor | None = None,
     *,
     nonfinite: Tensor | None = None,
+    keep: bool = False,
     isa: str | None = None,
 ) -> None:
     """gram += X^T diag(w) X as `gram_accumulate_cpu`, on the GPU that holds all of them; nothing waits for it.
 
-    Tensors as there, and `nonfinite` [1] int32, which becomes 1 when what is added is not finite, and else stays. A
-    row_index outside x reads nothing and makes `gram` NaN. A CUDA graph may capture it, after a first call that is
+    Tensors as there, and `nonfinite` [1] int32, which becomes 1 when what is added is not finite, and else stays. With
+    `keep`, x and the weights are looked at first, and where they are not finite `gram` stays as it was (one more read of
+    x). A row_index outside x reads nothing and makes `gram` NaN, with `keep` leaves it. A CUDA graph may capture it, after a first call that is
     none of it.
 
     Sums are f32 in the matrix units over at most 8192 rows, then rounded into `gram`; f32 x, and weights that are not
@@ -167,7 +169,7 @@ def gram_accumulate_cuda(
     flag = 0 if nonfinite is None else nonfinite.data_ptr()
     stream = torch._C._cuda_getCurrentRawStream(index)
     with torch.accelerator.device_index(index):
-        module.gram_cuda(*arguments, gram.data_ptr(), workspace.data_ptr(), flag, index, stream, isa or "")
+        module.gram_cuda(*arguments, gram.data_ptr(), workspace.data_ptr(), flag, keep, index, stream, isa or "")
 
 
 @functools.cache

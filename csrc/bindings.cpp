@@ -52,9 +52,10 @@ int64_t gram_cuda_workspace(uintptr_t x, int dtype, int64_t tokens, int64_t n, i
 
 void gram_cuda(uintptr_t x, int dtype, int64_t tokens, int64_t n, int64_t row_stride, uintptr_t row_index,
                int64_t rows, uintptr_t row_weight, uintptr_t gram, uintptr_t workspace, uintptr_t nonfinite,
-               int device, uintptr_t stream, const std::string& isa) {
+               bool keep, int device, uintptr_t stream, const std::string& isa) {
     auto args = cuda_args(x, dtype, tokens, n, row_stride, row_index, rows, row_weight);
     args.gram = at<float>(gram), args.workspace = at<void>(workspace), args.nonfinite = at<int32_t>(nonfinite);
+    args.keep = keep;
     args.device = device, args.stream = at<void>(stream), args.isa = isa.empty() ? nullptr : isa.c_str();
     py::gil_scoped_release others_may_run;
     cortiq::gram_cuda(args);

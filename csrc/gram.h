@@ -45,14 +45,14 @@ struct GramArgs {
     void* stream;        // to launch on
     int device;          // its number, which is the caller's current one
     void* workspace;     // gram_cuda_workspace() bytes of the device, aligned to 256
-    int32_t* nonfinite;  // on the device, or null: set to 1 when what is added is not finite, else left alone
+    int32_t* nonfinite;  // on the device, or null: set to 1 when what is or would be added is not finite, else left alone
 };
 
 // Throws std::bad_alloc before gram is touched; nothing else.
 GramStatus gram_cpu(const GramArgs& args);
 
-// Launches and returns: no status, nothing waits. `keep` and `threads` mean nothing to it. A row_index outside x
-// reads nothing and makes gram NaN. Throws std::runtime_error with CUDA's words.
+// Launches and returns: no status, nothing waits. `threads` means nothing to it. A row_index outside x reads
+// nothing, and makes gram NaN or, with `keep`, leaves it as it is. Throws std::runtime_error with CUDA's words.
 void gram_cuda(const GramArgs& args);
 
 // Bytes of workspace that a call with these arguments takes (gram, workspace and nonfinite are not looked at): 16 KB for

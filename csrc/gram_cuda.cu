@@ -21,6 +21,7 @@ namespace {
 
 constexpr int64_t kRowsAtOnce = 8192;
 constexpr int64_t kHead = 16384;  // bytes of the workspace before its lists and rows: Rows, then turns
+constexpr int kLookers = 2048;  // blocks that look for what is not finite
 constexpr int kDevices = 64;
 
 void check(cudaError_t error, const char* what) {
@@ -175,8 +176,17 @@ void through_workspace(const Device& d, const GramArgs& a, Products p, const int
 template <Dtype kType>
 void accumulate(const Device& d, const GramArgs& a) {
     char* const space = static_cast<char*>(a.workspace);
+    Rows* const found = reinterpret_cast<Rows*>(space);
     check(cudaMemsetAsync(space, 0, kHead, static_cast<cudaStream_t>(a.stream)), "memset");
+    if (a.keep) {
+        stage::Rules r = {};
+        r.x = a.x, r.row_stride = a.row_stride, r.tokens = a.tokens, r.n = static_cast<int>(a.n);
+        r.index = a.row_index, r.weight = a.row_weight, r.rows = static_cast<int>(positions(a));
+        auto c = configuration(dim3(r.rows < kLookers ? r.rows : kLookers), stage::kThreads, 0, a.stream);
+        check(cudaLaunchKernelEx(&c, stage::look_at_rows<kType>, r, found, a.nonfinite), "launch");
+    }
     Products p = {};
+    p.found = found;
     p.gram = a.gram;
     p.n = static_cast<int>(a.n);
     p.count = 1;
@@ -198,11 +208,9 @@ void accumulate(const Device& d, const GramArgs& a) {
         through_workspace<kType, whole>(d, a, p, nullptr);
         return;
     }
-    Rows* const found = reinterpret_cast<Rows*>(space);
     int* const list = reinterpret_cast<int*>(space + kHead);
     auto c = configuration(dim3(1), stage::kChoosers, 0, a.stream);
     check(cudaLaunchKernelEx(&c, stage::choose_rows, a.row_weight, positions(a), list, found), "launch");
-    p.found = found;
     p.when = When::plain;
     through_workspace<kType, whole>(d, a, p, list);
     p.when = When::weighted;

@@ -64,7 +64,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], 
 template <Dtype kType>
 __global__ void __launch_bounds__(kThreads) gram_kernel(const uint16_t* x, int64_t pitch, const __grid_constant__ Products p) {
     extern __shared__ __align__(128) char memory[];
-    const int rows = mine(p.found, p.when) ? rows_of(p) : 0;
+    const int rows = rows_of(p.found, p.when, p.first, p.rows);
     if (!rows) return;
     const uint32_t stages = shared_at(memory);
     const int tiles = (p.n + 127) / 128;

@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     gram_kernel(const __grid_constant__ CUtensorMap map, const __grid_constant__ Products p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ char memory[];
-    const int rows = mine(p.found, p.when) ? rows_of(p) : 0;
+    const int rows = rows_of(p.found, p.when, p.first, p.rows);
     if (!rows) return;
     const uint32_t stages = (shared_at(memory) + 1023) & ~1023u;
     const uint32_t full = stages + kStages * kStage, empty = full + kStages * 8;

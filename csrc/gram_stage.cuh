@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kChoosers) choose_rows(const float* weight, in
         if (threadIdx.x == kChoosers - 1) total = before + counts[warp];
         __syncthreads();
     }
-    if (threadIdx.x == 0) *found = {total, !odd};
+    if (threadIdx.x == 0) found->count = total, found->plain = !odd;
 }
 
 __device__ __forceinline__ float widen(uint16_t bits, Dtype type) {
@@ -69,6 +69,30 @@ __device__ __forceinline__ uint16_t to_bf16(float value) {
     uint16_t bits;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
+}
+
+// Whether a row that enters, or its weight, is not finite. A block takes one row after another.
+template <Dtype kType>
+__global__ void __launch_bounds__(kThreads) look_at_rows(Rules r, Rows* found, int* nonfinite) {
+    bool broken = false;
+    for (int64_t position = blockIdx.x; position < r.rows; position += gridDim.x) {
+        const float weight = r.weight ? r.weight[position] : 1.0f;
+        const int64_t from = r.index ? r.index[position] : position;
+        if (weight == 0.0f) continue;
+        broken |= from < 0 || from >= r.tokens || !isfinite(weight);
+        if (broken) break;
+        for (int column = threadIdx.x; column < r.n; column += kThreads) {
+            const int64_t at = from * r.row_stride + column;
+            if (kType == Dtype::f32) {
+                broken |= !isfinite(static_cast<const float*>(r.x)[at]);
+            } else {
+                broken |= !isfinite(widen(static_cast<const uint16_t*>(r.x)[at], kType));
+            }
+        }
+    }
+    if (!broken) return;
+    found->broken = 1;
+    if (nonfinite) *nonfinite = 1;
 }
 
 __device__ __forceinline__ void put(uint16_t* to, const uint16_t (&v)[8]) {
@@ -90,9 +114,7 @@ __device__ __forceinline__ void put_halves(uint16_t* to, int64_t plane, const fl
 // A block is a row, or a stretch of one; rows that fill the last stage are zeros.
 template <Dtype kType, Parts kParts>
 __global__ void __launch_bounds__(kThreads) stage_rows(Rules r) {
-    if (!mine(r.found, r.when)) return;
-    const int64_t left = r.found ? r.found->count - r.first : r.rows;
-    const int count = left < r.rows ? static_cast<int>(left) : r.rows;
+    const int count = rows_of(r.found, r.when, r.first, r.rows);
     const int row = blockIdx.x, column = (blockIdx.y * kThreads + threadIdx.x) * 8;
     if (row >= (count + 63) / 64 * 64 || column >= r.n) return;
     uint16_t* to = r.out + row * r.pitch + column;

@@ -9,20 +9,22 @@
 
 namespace cortiq {
 
-// What the device finds out about the rows that enter; written by `choose_rows` (gram_stage.cuh).
+// What the device finds out about the rows that enter; zeros, then written by gram_stage.cuh.
 struct Rows {
-    int count;  // rows with a weight that is not zero
-    int plain;  // all these weights are 1
+    int count;   // rows with a weight that is not zero
+    int plain;   // all these weights are 1
+    int broken;  // a row or a weight that enters is not finite, and G is to be kept from it
 };
 
-enum class When : int { always = 0, plain = 1, weighted = 2 };  // which finding of Rows a kernel is for
+// Which finding of Rows a kernel is for; but for `always`, the count is there too.
+enum class When : int { always = 0, plain = 1, weighted = 2 };
 
 // One launch: G += sum over products p of A_p^T B_p, all of them row ranges of one matrix of 16-bit numbers.
 struct Products {
     float* gram;
-    const Rows* found;  // null: `rows` is how many there are
+    const Rows* found;
     When when;
-    int64_t first;  // with `found`: the rows before it are other launches'
+    int64_t first;  // where the count is on the device: the rows before it are other launches'
     int rows;       // at most
     int n;
     int count;     // of products
@@ -32,15 +34,13 @@ struct Products {
     int* nonfinite;  // or null; set to 1 where the diagonal of what is added is not finite
 };
 
-__device__ __forceinline__ bool mine(const Rows* found, When when) {
-    return when == When::always || (found->plain != 0) == (when == When::plain);
-}
-
-// How many rows this launch has.
-__device__ __forceinline__ int rows_of(const Products& p) {
-    if (!p.found) return p.rows;
-    const int64_t left = p.found->count - p.first;
-    return left <= 0 ? 0 : left < p.rows ? static_cast<int>(left) : p.rows;
+// How many rows a launch for the case `when` has, of `rows` at most from row `first` on.
+__device__ __forceinline__ int rows_of(const Rows* found, When when, int64_t first, int rows) {
+    if (found->broken) return 0;
+    if (when == When::always) return rows;
+    if ((found->plain != 0) != (when == When::plain)) return 0;
+    const int64_t left = found->count - first;
+    return left <= 0 ? 0 : left < rows ? static_cast<int>(left) : rows;
 }
 
 constexpr int kBand = 8;

@@ -196,6 +196,27 @@ def test_what_is_not_finite_is_flagged(dtype: torch.dtype, bad: float, isa: str 
             assert not tile[:, 44:].any(), "what lies beyond n stays zero"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_can_be_kept_out(dtype: torch.dtype):
+    x, flag = normal(900, 300, dtype), torch.zeros(1, dtype=torch.int32, device="cuda")
+    gram, ones = gram_of(x), torch.ones(900, device="cuda")
+    before = gram.clone()
+    for row, column in ((0, 0), (899, 299), (500, 129)):
+        spoiled, others = x.clone(), torch.arange(900, device="cuda") != row
+        spoiled[row, column] = float("nan")
+        for index, weight in ((None, None), (None, ones), (torch.tensor([3, row], device="cuda"), None)):
+            native.gram_accumulate_cuda(gram, spoiled, index, weight, nonfinite=flag.zero_(), keep=True)
+            assert int(flag) == 1 and bits(gram) == bits(before)
+        clean = before.clone()
+        native.gram_accumulate_cuda(clean, spoiled, None, others.float(), nonfinite=flag.zero_(), keep=True)
+        want = before.clone()
+        native.gram_accumulate_cuda(want, x[others])
+        assert int(flag) == 0 and bits(clean) == bits(want)
+    ones[7] = float("inf")
+    native.gram_accumulate_cuda(gram, x, None, ones, nonfinite=flag.zero_(), keep=True)
+    assert int(flag) == 1 and bits(gram) == bits(before)
+
+
 def test_an_index_outside_x_reads_nothing(isa: str | None):
     x = normal(10, 70, torch.bfloat16)
     for outside in (10, -1, 2**40):
