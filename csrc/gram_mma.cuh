@@ -62,7 +62,8 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], 
 }
 
 template <Dtype kType>
-__global__ void __launch_bounds__(kThreads) gram_kernel(const uint16_t* x, int64_t pitch, const __grid_constant__ Products p) {
+__global__ void __launch_bounds__(kThreads) gram_kernel(const uint16_t* x, int64_t pitch,
+                                                        const __grid_constant__ Products p) {
     extern __shared__ __align__(128) char memory[];
     const int rows = rows_of(p.found, p.when, p.first, p.rows);
     if (!rows) return;
@@ -103,7 +104,8 @@ __global__ void __launch_bounds__(kThreads) gram_kernel(const uint16_t* x, int64
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j) multiply<kType>(d[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+                for (int j = 0; j < 4; ++j)
+                    multiply<kType>(d[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
             }
         }
     }

@@ -34,7 +34,8 @@ struct Rules {
 };
 
 // Which positions have a weight that is not zero, in order. One block; the order of a sum must not depend on chance.
-__global__ void __launch_bounds__(kChoosers) choose_rows(const float* weight, int64_t positions, int* list, Rows* found) {
+__global__ void __launch_bounds__(kChoosers) choose_rows(const float* weight, int64_t positions, int* list,
+                                                         Rows* found) {
     __shared__ int counts[kChoosers / 32];
     __shared__ int total, odd;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -96,7 +97,9 @@ __global__ void __launch_bounds__(kThreads) look_at_rows(Rules r, Rows* found, i
 }
 
 __device__ __forceinline__ void put(uint16_t* to, const uint16_t (&v)[8]) {
-    *reinterpret_cast<uint4*>(to) = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
+    const uint4 packed = {v[0] | uint32_t(v[1]) << 16, v[2] | uint32_t(v[3]) << 16, v[4] | uint32_t(v[5]) << 16,
+                          v[6] | uint32_t(v[7]) << 16};
+    *reinterpret_cast<uint4*>(to) = packed;
 }
 
 // Both halves of 8 numbers: what a bf16 keeps, and what a second one keeps of the rest.

@@ -1,4 +1,4 @@
-"""The CUDA kernels compile for every architecture, keep everything in registers, and the module needs no driver to load.
+"""The CUDA kernels compile for every architecture, keep everything in registers, and the module loads without a driver.
 
 Needs nvcc with headers and libcudart, and no GPU. What ptxas says of each kernel is printed (pytest -s).
 """

@@ -29,8 +29,8 @@ call to call: that loses half a percent over millions of rows. The order is fixe
 cutting the same rows into other calls changes the last bits only. Small integers come out exact.
 `gram` is `+=`, always. Rows that row_index leaves out are never read, and rows of weight 0 enter as zeros, whatever
 either holds (NaN too). A NaN or infinity in a row that counts makes its row and column of G not finite. T = 0 or R = 0
-leaves `gram` as it is. An index outside x is torch's error, and on a GPU's kernels makes `gram` NaN. No temporary has n²
-elements: torch's products are made 512 columns of x at a time, the native module copies at most 8192 rows of x on a
+leaves `gram` as it is. An index outside x is an IndexError, and makes `gram` NaN in a GPU's kernels. No temporary has
+n² elements: torch's products are made 512 columns of x at a time, the native module copies at most 8192 rows of x on a
 GPU and 128 MiB of them on a CPU. Nothing waits for a GPU.
 """
 
