@@ -3,7 +3,7 @@
 // The two kernels of the product (gram_sm90.cuh, gram_mma.cuh) read rows of 16-bit numbers that begin at multiples of
 // 16 bytes. A bf16 or f16 x that lies like that, and of which all rows enter, is read in place. Otherwise rows are
 // copied to the workspace first (gram_stage.cuh): picked, aligned, f32 as the sum of two bf16 (three products: the
-// fourth is below 2^-16 of the result). Weights are on the device, so what they ask for is only known there: the rows
+// fourth is below 2^-16 of the result, and so is what two bf16 leave of f32). Weights are on the device, so what they ask for is only known there: the rows
 // whose weight is not zero are counted, kernels for the case that all of them are 1 and kernels for the other case are
 // both launched, and those that have nothing to do return. Thus a mask gives the bits of the rows that it keeps.
 //

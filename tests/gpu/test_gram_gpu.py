@@ -99,7 +99,10 @@ def test_every_size(rows: int, n: int):
 def test_every_dtype_and_kernel(n: int, dtype: torch.dtype, isa: str | None):
     for rows in (1, 63, 64, 65, 127, 1000, 9000):
         x = normal(rows, n, dtype)
-        assert off(gram_of(x, isa=isa), x) <= 2e-5, rows
+        # f32: both halves leave 2^-17 of a value, and the product of the lower ones is left out: 2^-16. Over many rows
+        # these do not add up; in one row they do.
+        most = 2**-15 if dtype == torch.float32 and rows == 1 else 2e-5
+        assert off(gram_of(x, isa=isa), x) <= most, rows
 
 
 @pytest.mark.parametrize("dtype", HALF)
