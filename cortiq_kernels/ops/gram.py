@@ -90,19 +90,15 @@ def gram_accumulate_(
 def gram_finalize(gram: Tensor, n: int) -> Tensor:
     """The whole matrix G [n, n] in the dtype of `gram`, exactly symmetric."""
     _check_gram("gram_finalize", gram, n)
-    out = torch.zeros(n, n, dtype=gram.dtype, device=gram.device)
+    out = torch.empty(n, n, dtype=gram.dtype, device=gram.device)
     side, at = -(-n // TILE), 0
     for i in range(side):
-        r = slice(i * TILE, min((i + 1) * TILE, n))
-        for j in range(i, side):
-            c = slice(j * TILE, min((j + 1) * TILE, n))
-            tile = gram[at + j - i, : r.stop - r.start, : c.stop - c.start]
-            if i == j:
-                upper = tile.triu()
-                out[r, c] = upper + upper.triu(1).T
-            else:
-                out[r, c] = tile
-                out[c, r] = tile.T
+        a, b = i * TILE, min((i + 1) * TILE, n)
+        rows = gram[at : at + side - i, : b - a].transpose(0, 1).reshape(b - a, -1)[:, : n - a]
+        upper = rows[:, : b - a].triu()
+        out[a:b, a:b] = upper + upper.triu(1).T
+        out[a:b, b:] = rows[:, b - a :]
+        out[b:, a:b] = rows[:, b - a :].T
         at += side - i
     return out
 
