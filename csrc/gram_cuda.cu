@@ -3,11 +3,13 @@
 // The two kernels of the product (gram_sm90.cuh, gram_mma.cuh) read rows of 16-bit numbers that begin at multiples of
 // 16 bytes. A bf16 or f16 x that lies like that, and of which all rows enter, is read in place. Otherwise rows are
 // copied to the workspace first (gram_stage.cuh): picked, aligned, f32 as the sum of two bf16 (three products: the
-// fourth is below 2^-16 of the result, and so is what two bf16 leave of f32). Weights are on the device, so what they ask for is only known there: the rows
-// whose weight is not zero are counted, kernels for the case that all of them are 1 and kernels for the other case are
-// both launched, and those that have nothing to do return. Thus a mask gives the bits of the rows that it keeps.
+// fourth is below 2^-16 of the result, and so is what two bf16 leave of f32). Weights are on the device, so what they
+// ask for is only known there: the rows whose weight is not zero are counted, kernels for the case that all of them are
+// 1 and kernels for the other case are both launched, and those that have nothing to do return. Thus a mask gives the
+// bits of the rows that it keeps.
 //
-// A launch takes at most 8192 rows, which is also how long a sum in the matrix units runs before it is rounded into G.
+// A launch takes at most 8192 rows, and where it begins depends on nothing but the rows that enter.
+#include <algorithm>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -110,9 +112,15 @@ bool in_place(const GramArgs& a) {
 
 int64_t pitch_of(const GramArgs& a) { return up(a.n, 8); }
 
-int64_t rows_at_once(const GramArgs& a) {
-    const int64_t all = up(positions(a), 256);
-    return all < kRowsAtOnce ? all : kRowsAtOnce;
+// Rows of a launch that goes through the workspace in so many planes, and rows of one of the planes.
+constexpr int64_t step_of(int planes) { return kRowsAtOnce / planes; }
+
+int64_t plane_of(const GramArgs& a, int planes) { return std::min(step_of(planes), up(positions(a), 64)); }
+
+int64_t workspace_rows(const GramArgs& a) {
+    const int planes = a.dtype == Dtype::f32 ? 2 : 1;
+    const int64_t weighed = a.row_weight ? 4 * plane_of(a, 4) : 0;
+    return in_place(a) ? 0 : std::max(planes * plane_of(a, planes), weighed);
 }
 
 int64_t list_bytes(const GramArgs& a) { return a.row_weight ? up(positions(a) * 4, 256) : 0; }
@@ -155,8 +163,8 @@ void through_workspace(const Device& d, const GramArgs& a, Products p, const int
     constexpr int planes = kParts == stage::Parts::copy ? 1 : kParts == stage::Parts::split ? 2 : 4;
     constexpr Dtype inside = kParts == stage::Parts::copy ? kType : Dtype::bf16;
     uint16_t* const staged = reinterpret_cast<uint16_t*>(static_cast<char*>(a.workspace) + kHead + list_bytes(a));
-    const int64_t pitch = pitch_of(a), step = rows_at_once(a) / planes;
-    const int plane = static_cast<int>(step);
+    const int64_t pitch = pitch_of(a), step = step_of(planes);
+    const int plane = static_cast<int>(plane_of(a, planes));
     p.count = planes == 1 ? 1 : 3;  // A high B high, A high B low, A low B high
     const int b = planes == 4 ? 2 * plane : 0;
     p.a_row[2] = planes == 1 ? 0 : plane;
@@ -167,9 +175,9 @@ void through_workspace(const Device& d, const GramArgs& a, Products p, const int
         p.first = first;
         p.rows = static_cast<int>(left < step ? left : step);
         fill<kType, kParts>({a.x, a.row_stride, a.tokens, p.n, a.row_index, a.row_weight, list, p.found, p.when, first,
-                             p.rows, staged, pitch, step},
+                             p.rows, staged, pitch, plane},
                             a.stream);
-        product<inside>(d, p, staged, step * planes, pitch, a.stream);
+        product<inside>(d, p, staged, static_cast<int64_t>(plane) * planes, pitch, a.stream);
     }
 }
 
@@ -220,7 +228,7 @@ void accumulate(const Device& d, const GramArgs& a) {
 }  // namespace
 
 int64_t gram_cuda_workspace(const GramArgs& a) {
-    return kHead + list_bytes(a) + (in_place(a) ? 0 : rows_at_once(a) * pitch_of(a) * 2);
+    return kHead + list_bytes(a) + workspace_rows(a) * pitch_of(a) * 2;
 }
 
 const char* gram_cuda_kernel(int number) {

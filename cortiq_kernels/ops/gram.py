@@ -22,7 +22,7 @@ Backends: the native module (csrc/gram_cpu.cpp, gram_cuda.cu), where it is built
 else torch.
 
 Precision: on a CPU the native module sums 128 rows in f32 and these sums in f64, torch up to 4096 rows in f64; on a GPU
-the native module sums up to 8192 rows in the matrix units' f32, torch up to 4096. What comes of it is added to `gram`
+the native module and torch sum up to 4096 rows in the matrix units' f32. What comes of it is added to `gram`
 with one rounding. On a GPU f32 values, and weights that are not all 0 or 1, enter as sums of two bf16 numbers, which
 keep 16 bits; torch's products keep them whole. Nothing is summed in 16 bit, and no sum of a matrix unit runs on from
 call to call: that loses half a percent over millions of rows. The order is fixed, so two runs give the same bits;
