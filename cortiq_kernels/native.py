@@ -136,8 +136,8 @@ def gram_accumulate_cuda(
     after a first call that is none of it.
 
     Sums are f32 in the matrix units over at most 4096 rows, then rounded into `gram`; f32 x, and weights that are not
-    all 0 or 1, enter as sums of two bf16 numbers, in three products: to 2^-15 of each x_rj x_rk. The bits are the same in
-    every call on one kind of GPU, and the same for rows that are picked by weights of 0 and 1, by an index, or lie
+    all 0 or 1, enter as sums of two bf16 numbers, in three products: to 2^-15 of each x_rj x_rk. The bits are the same
+    in every call on one kind of GPU, and the same for rows that are picked by weights of 0 and 1, by an index, or lie
     alone. It takes 16 KB of memory, and up to 8192 rows of n 16-bit numbers where x is not read in place: f32, a
     row_index, a row_weight, or rows that do not begin at multiples of 16 bytes.
 
