@@ -72,7 +72,11 @@ def _op(op: str, no_gpu: str | None, no_triton: str | None) -> dict[str, Any]:
                 reason += ", around SDPA's where no window is packed; with deterministic=True all are its own"
     cpu = "torch"
     if op == "gram":
-        change = "nothing yet: it has no CUDA kernel of its own"
+        change = "a build where nvcc, its headers and libcudart_static are found"
+        if no_gpu is None:
+            why = native.cuda_missing(0)
+            cuda, reason = ("torch", f"torch's products: {why}") if why else ("native", "the compiled module (csrc/)")
+            change = change if why else "float64 tensors take torch"
         if native.missing() is None:
             cpu, cpu_reason = "native", "the compiled module (csrc/); float64 takes torch"
         else:
@@ -80,6 +84,7 @@ def _op(op: str, no_gpu: str | None, no_triton: str | None) -> dict[str, Any]:
     if no_gpu:
         cuda_why = f"no GPU: {no_gpu}"
         change = "a GPU: its tensors take Triton kernels" if op in WITH_KERNELS else change
+        change = "a GPU, and a build with CUDA kernels" if op == "gram" else change
     return {
         "op": op, "cpu": cpu, "cpu_reason": cpu_reason, "cuda": None if no_gpu else cuda,
         "reason": cuda_why if no_gpu else reason, "change": change,
@@ -103,7 +108,7 @@ def backends(
     found = {}
     for o in (_op(op, backend.no_gpu_reason(), triton_gate.missing()) for op in OPS):
         kind, why = (o["cpu"], o["cpu_reason"]) if device.startswith("cpu") else (o["cuda"] or "torch", o["reason"])
-        if kind == "triton" and dtype == "f64":
+        if kind in ("triton", "native") and dtype == "f64":
             kind, why = "torch", "float64 is for exact runs, which the torch path does"
         elif kind == "triton" and unfit.get(o["op"]):
             kind, why = "torch", unfit[o["op"]]

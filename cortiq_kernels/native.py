@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-INTERFACE = 1  # of csrc/bindings.cpp
+INTERFACE = 2  # of csrc/bindings.cpp
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 NOTE = Path(__file__).with_name("_C_missing.txt")  # left by setup.py where it built nothing
 
@@ -29,7 +29,23 @@ def describe() -> str:
     module, why = _load()
     if module is None:
         return str(why)
-    return f"built for the CPU ({', '.join(isas())}); it has no CUDA kernels yet"
+    return f"built for the CPU ({', '.join(isas())}){' and CUDA' if module.CUDA else ', without CUDA kernels'}"
+
+
+@functools.cache
+def cuda_missing(device: int) -> str | None:
+    """None when the module's CUDA kernels run on this GPU, else why not."""
+    module, why = _load()
+    if module is None:
+        return f"no native module: {why}"
+    if not module.CUDA:
+        return "the native module is built without CUDA kernels (nvcc, its headers and libcudart_static build them)"
+    try:
+        with torch.accelerator.device_index(device):
+            module.gram_cuda_kernel(device)
+    except RuntimeError as e:
+        return f"its kernels do not run on this GPU ({e})"
+    return None
 
 
 def isas() -> tuple[str, ...]:
@@ -100,6 +116,60 @@ def gram_accumulate_cpu(
     if status == 4:
         raise ValueError(f"gram: isa must be one of {', '.join(isas())}; got {isa!r}; leave it out for the best")
     return status == 0
+
+
+def gram_accumulate_cuda(
+    gram: Tensor,
+    x: Tensor,
+    row_index: Tensor | None = None,
+    row_weight: Tensor | None = None,
+    *,
+    nonfinite: Tensor | None = None,
+    keep: bool = False,
+    isa: str | None = None,
+) -> None:
+    """gram += X^T diag(w) X as `gram_accumulate_cpu`, on the GPU that holds all of them; nothing waits for it.
+
+    Tensors as there, and `nonfinite` [1] int32, which becomes 1 when what is added is not finite, and else stays. With
+    `keep`, x and the weights are looked at first (one more read of x), and where they are not finite `gram` stays as it
+    was. A row_index outside x reads nothing and makes `gram` NaN, with `keep` leaves it. A CUDA graph may capture it,
+    after a first call that is none of it.
+
+    Sums are f32 in the matrix units over at most 4096 rows, then rounded into `gram`; f32 x, and weights that are not
+    all 0 or 1, enter as sums of two bf16 numbers, in three products: to 2^-15 of each x_rj x_rk. The bits are the same
+    in every call on one kind of GPU, and the same for rows that are picked by weights of 0 and 1, by an index, or lie
+    alone. It takes 16 KB of memory, and up to 8192 rows of n 16-bit numbers where x is not read in place: f32, a
+    row_index, a row_weight, or rows that do not begin at multiples of 16 bytes.
+
+    `isa`: "mma.sync" instead of "wgmma", which a Hopper takes. Raises RuntimeError where `cuda_missing(device)` has a
+    reason, and for what CUDA refuses.
+    """
+    module, _ = _load()
+    index = x.device.index
+    if module is None or (why := cuda_missing(index)):
+        raise RuntimeError(f"gram: expected CUDA kernels; got none: {why if module else missing()}")
+    if x.stride(1) != 1 and x.shape[1] > 1:
+        x = x.contiguous()
+    if row_index is not None:
+        row_index = row_index.to(torch.int64).contiguous()
+    if row_weight is not None:
+        row_weight = row_weight.to(torch.float32).contiguous()
+    if not (x.numel() if row_index is None else row_index.numel()):
+        return
+    arguments = (
+        x.data_ptr(),
+        DTYPES[x.dtype],
+        *x.shape,
+        x.stride(0),
+        0 if row_index is None else row_index.data_ptr(),
+        0 if row_index is None else len(row_index),
+        0 if row_weight is None else row_weight.data_ptr(),
+    )
+    workspace = torch.empty(module.gram_cuda_workspace(*arguments), dtype=torch.uint8, device=x.device)
+    flag = 0 if nonfinite is None else nonfinite.data_ptr()
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    with torch.accelerator.device_index(index):
+        module.gram_cuda(*arguments, gram.data_ptr(), workspace.data_ptr(), flag, keep, index, stream, isa or "")
 
 
 @functools.cache

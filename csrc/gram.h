@@ -40,12 +40,27 @@ struct GramArgs {
     const float* row_weight;  // [rows or tokens] or null
     bool keep;                // look at all that enters first, and add nothing when it is not finite
     int threads;              // CPU: how many may work at a time, this one included
-    const char* isa;          // CPU: "avx512", "avx2" or "plain"; null takes the best there is
-    void* stream;             // CUDA: the stream to launch on; a CPU ignores it
+    const char* isa;          // CPU: "avx512", "avx2" or "plain", CUDA: "wgmma" or "mma.sync"; null: the best there is
+    // CUDA alone:
+    void* stream;        // to launch on
+    int device;          // its number, which is the caller's current one
+    void* workspace;     // gram_cuda_workspace() bytes of the device, aligned to 256
+    int32_t* nonfinite;  // on the device, or null: 1 when what is, or with `keep` would be, added is not finite
 };
 
 // Throws std::bad_alloc before gram is touched; nothing else.
 GramStatus gram_cpu(const GramArgs& args);
+
+// Launches and returns: no status, nothing waits. `threads` means nothing to it. A row_index outside x reads
+// nothing, and makes gram NaN or, with `keep`, leaves it as it is. Throws std::runtime_error with CUDA's words.
+void gram_cuda(const GramArgs& args);
+
+// Bytes of workspace that a call with these arguments takes (gram, workspace and nonfinite are not looked at): 16 KB
+// for x that is read in place, else also up to 8192 rows of n 16-bit numbers.
+int64_t gram_cuda_workspace(const GramArgs& args);
+
+// "wgmma" or "mma.sync": the instruction that this device's products take. Throws as gram_cuda where neither runs.
+const char* gram_cuda_kernel(int device);
 
 // The instruction sets that this processor can run, best first, terminated by null.
 const char* const* gram_cpu_isas();

@@ -167,13 +167,57 @@ def test_without_a_working_compiler_the_package_says_so(source: Path, tmp_path: 
     assert done.returncode == 1 and "got CORTIQ_FORCE_CPU, but" in done.stderr and said in done.stderr
 
 
-@pytest.mark.parametrize("cpu", ["0", "1"])
-def test_cuda_kernels_that_are_asked_for_are_an_error(source: Path, tmp_path: Path, cpu: str):
-    done = native_build(source, tmp_path, CORTIQ_FORCE_CUDA="1", CORTIQ_FORCE_CPU=cpu)
+NVCC = """#!/bin/sh
+case "$1" in
+  --list-gpu-code) echo sm_80; echo sm_90 ;;
+  --dryrun) echo '#$ LIBRARIES= "-L{lib}/stubs" "-L{lib}"' >&2 ;;
+  *) echo 'error: this nvcc is only for show'; exit 1 ;;
+esac
+"""
+
+
+CXX = """#!/bin/sh
+while [ $# -gt 1 ]; do
+  case "$1" in -o) echo > "$2" ;; -MF) echo > "$2" ;; esac
+  shift
+done
+"""
+
+
+@pytest.mark.parametrize(("nvcc", "said"), [
+    (None, "nvcc was not found"),
+    ("#!/bin/sh\nexit 3\n", "--list-gpu-code failed with status 3"),
+    (NVCC, "has no libcudart_static.a beside it"),
+    ("its library, too", "error: this nvcc is only for show"),
+])  # fmt: skip
+def test_where_cuda_cannot_be_built_it_is_said_and_what_insists_is_an_error(
+    source: Path, tmp_path: Path, nvcc: str | None, said: str
+):
+    (tmp_path / "bin").mkdir()
+    if nvcc == "its library, too":
+        nvcc = NVCC
+        (tmp_path / "libcudart_static.a").touch()
+    if nvcc:
+        (tmp_path / "bin" / "nvcc").write_text(nvcc.replace("{lib}", str(tmp_path)))
+        (tmp_path / "bin" / "nvcc").chmod(0o755)
+    (tmp_path / "cxx").write_text(CXX)
+    (tmp_path / "cxx").chmod(0o755)
+    path = [str(tmp_path / "bin"), *(d for d in os.environ["PATH"].split(":") if not Path(d, "nvcc").exists())]
+    env = {"PATH": ":".join(path), "CUDA_HOME": "/nowhere", "CUDA_PATH": "", "CXX": str(tmp_path / "cxx")}
+    done = native_build(source, tmp_path, CORTIQ_FORCE_CUDA="1", **env)
+    assert done.returncode == 1 and not list((tmp_path / "lib").rglob("_C*"))
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: native module: got CORTIQ_FORCE_CUDA, but ") and said in line, done.stderr
+    done = native_build(source, tmp_path, **env)
+    assert done.returncode == 0 and "native module built for the CPU by " in done.stdout, done.stdout + done.stderr
+    assert "(no CUDA: " in done.stdout and said in done.stdout
+
+
+def test_cpu_and_cuda_at_once_are_refused(source: Path, tmp_path: Path):
+    done = native_build(source, tmp_path, CORTIQ_FORCE_CUDA="1", CORTIQ_FORCE_CPU="1")
     assert done.returncode == 1 and not (tmp_path / "lib").exists()
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: native module: got CORTIQ_FORCE_CUDA") and "no CUDA sources" in line
-    assert ("contradicts" in line) == (cpu == "1")
+    assert line.startswith("error: native module: got CORTIQ_FORCE_CPU and CORTIQ_FORCE_CUDA, which contradict")
 
 
 def test_the_source_distribution_is_the_repository(source: Path, tmp_path: Path):
@@ -190,7 +234,7 @@ def test_the_build_lists_every_native_source():
     """One that setup.py does not name is not compiled, or its change compiles nothing."""
     tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
     lists = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
-    named = ast.literal_eval(lists["SOURCES"]) + ast.literal_eval(lists["HEADERS"])
+    named = [name for kind in ("SOURCES", "CUDA_SOURCES", "HEADERS") for name in ast.literal_eval(lists[kind])]
     assert sorted(named) == sorted(f"csrc/{p.name}" for p in (ROOT / "csrc").iterdir())
     python = [p.name for p in (ROOT / "csrc").iterdir() if re.search(r"pybind11|Python\.h|torch/", p.read_text())]
     assert python == ["bindings.cpp"], "the only file that knows Python; none knows torch"

@@ -40,6 +40,30 @@ def addmm(t: Inputs, sizes: Sizes) -> Calls:
     return {"accumulate": lambda: {"square": torch.addmm(square, x.T, x, out_dtype=square.dtype, out=square)}}
 
 
+def gptq(t: Inputs, sizes: Sizes) -> Calls:
+    """What GPTQ and its kin do with a layer's input: a copy in float32, and the whole square (TF32 as torch has it)."""
+    x, f = t["x"], sizes["f"]
+    square = torch.zeros(f, f, device=x.device)
+
+    def accumulate() -> Results:
+        wide = x.float()
+        return {"square": square.addmm_(wide.T, wide)}
+
+    return {"accumulate": accumulate}
+
+
+def quack(t: Inputs, sizes: Sizes) -> Calls:
+    """Quack's symmetric product of 16-bit inputs, added to a whole square in float32."""
+    from quack.gemm_interface import gemm_symmetric
+
+    x, f = t["x"], sizes["f"]
+    square = torch.zeros(f, f, device=x.device)
+    return {
+        "accumulate": lambda: {"square": gemm_symmetric(x.T, x, C=square, out=square, out_dtype=torch.float32)},
+        "not added": lambda: {"square": gemm_symmetric(x.T, x, out_dtype=torch.float32)},
+    }
+
+
 def work(sizes: Sizes, dtype: torch.dtype) -> dict[str, Work]:
     n, f = sizes["n"], sizes["f"]
     held = gram_tiles(f) * 128 * 128 * (8 if dtype == torch.float64 else 4)
@@ -54,5 +78,5 @@ ENTRY = Op(
     calls=calls,
     reference=reference,
     work=work,
-    peers={"addmm": addmm},
+    peers={"addmm": addmm, "quack": quack, "gptq": gptq},
 )

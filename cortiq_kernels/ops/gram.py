@@ -18,16 +18,20 @@ n a tile holds zeros. Files, CPU and GPU share this layout.
 | row_index | [R] rows of x, each in [0, T); may repeat | i32, i64 |
 | row_weight | [R], or [T] without row_index | f32, f64 |
 
-Backends: on a CPU the native module (csrc/gram_cpu.cpp), where it is built and all is f32 or less; else torch.
+Backends: the native module (csrc/gram_cpu.cpp, gram_cuda.cu), where it is built for the device and all is f32 or less;
+else torch.
 
-Precision: torch sums the products of up to 4096 rows in f32 on a GPU and in f64 on a CPU; the native module sums 128
-rows in f32 and these sums in f64. What comes of it is added to `gram` with one rounding. Nothing is summed in 16 bit,
-and no sum of a matrix unit runs on from call to call: that loses half a percent over millions of rows. The order is
-fixed, so two runs give the same bits; cutting the same rows into other calls changes the last bits only. Small integers
-come out exact.
+Precision: on a CPU the native module sums 128 rows in f32 and these sums in f64, torch up to 4096 rows in f64; on a GPU
+the native module and torch sum up to 4096 rows in the matrix units' f32. What comes of it is added to `gram`
+with one rounding. On a GPU f32 values, and weights that are not all 0 or 1, enter as sums of two bf16 numbers, which
+keep 16 bits; torch's products keep them whole. Nothing is summed in 16 bit, and no sum of a matrix unit runs on from
+call to call: that loses half a percent over millions of rows. The order is fixed, so two runs give the same bits;
+cutting the same rows into other calls changes the last bits only. Small integers come out exact.
 `gram` is `+=`, always. Rows that row_index leaves out are never read, and rows of weight 0 enter as zeros, whatever
 either holds (NaN too). A NaN or infinity in a row that counts makes its row and column of G not finite. T = 0 or R = 0
-leaves `gram` as it is. No temporary has n² elements: products are made 512 columns of x at a time.
+leaves `gram` as it is. An index outside x is an IndexError, and makes `gram` NaN in a GPU's kernels. No temporary has
+n² elements: torch's products are made 512 columns of x at a time, the native module copies at most 8192 rows of x on a
+GPU and 128 MiB of them on a CPU. Nothing waits for a GPU.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from torch import Tensor
 
 from cortiq_kernels import native
 from cortiq_kernels.ops import checks
+from cortiq_kernels.ops.triton_gate import say_once
 
 TILE = 128
 _ROWS = 4096  # of x in one product
@@ -70,7 +75,8 @@ def gram_accumulate_(
     """
     _check(gram, x, row_index, row_weight)
     if _native_takes(gram, x, row_weight):
-        native.gram_accumulate_cpu(gram, x, row_index, row_weight)
+        run = native.gram_accumulate_cuda if x.is_cuda else native.gram_accumulate_cpu
+        run(gram, x, row_index, row_weight)
         return gram
     rows = x.shape[0] if row_index is None else row_index.shape[0]
     for a in range(0, rows, _ROWS):
@@ -84,19 +90,15 @@ def gram_accumulate_(
 def gram_finalize(gram: Tensor, n: int) -> Tensor:
     """The whole matrix G [n, n] in the dtype of `gram`, exactly symmetric."""
     _check_gram("gram_finalize", gram, n)
-    out = torch.zeros(n, n, dtype=gram.dtype, device=gram.device)
+    out = torch.empty(n, n, dtype=gram.dtype, device=gram.device)
     side, at = -(-n // TILE), 0
     for i in range(side):
-        r = slice(i * TILE, min((i + 1) * TILE, n))
-        for j in range(i, side):
-            c = slice(j * TILE, min((j + 1) * TILE, n))
-            tile = gram[at + j - i, : r.stop - r.start, : c.stop - c.start]
-            if i == j:
-                upper = tile.triu()
-                out[r, c] = upper + upper.triu(1).T
-            else:
-                out[r, c] = tile
-                out[c, r] = tile.T
+        a, b = i * TILE, min((i + 1) * TILE, n)
+        rows = gram[at : at + side - i, : b - a].transpose(0, 1).reshape(b - a, -1)[:, : n - a]
+        upper = rows[:, : b - a].triu()
+        out[a:b, a:b] = upper + upper.triu(1).T
+        out[a:b, b:] = rows[:, b - a :]
+        out[b:, a:b] = rows[:, b - a :].T
         at += side - i
     return out
 
@@ -112,7 +114,13 @@ def gram_diagonal(gram: Tensor, n: int) -> Tensor:
 def _native_takes(gram: Tensor, x: Tensor, row_weight: Tensor | None) -> bool:
     small = gram.dtype == torch.float32 and x.dtype in native.DTYPES
     small = small and (row_weight is None or row_weight.dtype == torch.float32)
-    return small and x.device.type == "cpu" and native.missing() is None
+    if not small or not (x.is_cuda or x.is_cpu):
+        return False
+    if not x.is_cuda:
+        return native.missing() is None
+    if why := native.cuda_missing(x.device.index):
+        say_once("gram_accumulate_", why)
+    return not why
 
 
 def _counted(x: Tensor, row_index: Tensor | None, row_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:

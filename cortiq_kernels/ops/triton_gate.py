@@ -28,7 +28,8 @@ def missing() -> str | None:
 
 
 @functools.cache
-def _say_once(op: str, why: str) -> None:
+def say_once(op: str, why: str) -> None:
+    """Warn that `op` runs without its kernel, once for each reason."""
     warnings.warn(f"{op}: runs on plain torch operations, many times slower than its kernel: {why}", stacklevel=4)
 
 
@@ -58,7 +59,7 @@ def use_triton(op: str, x: Tensor, backend: str, unfit: str = "") -> bool:
         usable_cache()
         return True
     if reason and not quiet:
-        _say_once(op, reason)
+        say_once(op, reason)
     if reason is not None or not x.is_cuda:
         return False
     usable_cache()

@@ -140,10 +140,12 @@ def _run_pass(
     buf, rope = Buffers(g, n, w.dtype, w.device), rope_for(w, t)
     left: list[Tensor] = []
     for k, host in enumerate(batches):
-        batch, real = host.to(w.device), real_rows(host).to(w.device)
+        batch = host.to(w.device)
+        # Without padding all rows enter, to the same bits, and a GPU reads them where they lie.
+        real = None if sum(host.n_tokens) == n else real_rows(host).to(w.device)
         seqs = Sequences.build(g, batch.cu_seqlens, t, n, rope)
 
-        def measure(layer: int, real: Tensor = real) -> None:
+        def measure(layer: int, real: Tensor | None = real) -> None:
             if layer in grams:
                 gram_accumulate_(grams[layer], cut(buf.act, g.intermediate[layer]), row_index=real)
 
