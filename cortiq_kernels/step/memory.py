@@ -72,7 +72,7 @@ def train_bytes(
     work += [
         own + layer_workspace(g, i, n, window, dtype, device, backward=True, policy=policy) for i, own in mixers.items()
     ]
-    work += [mlp_workspace(g, i, n, dtype, backward=True) for i in kept]
+    work += [mlp_workspace(g, i, n, dtype, device, backward=True) for i in kept]
     in_kernels = device == "cuda" and dtype != torch.float64
     update = 0 if in_kernels else _ADAM_COPIES * acc * min(trained, _ADAM_CHUNK.get(device, _ADAM_CHUNK["cpu"]))
     head, slab = head_bytes(g, rows, dtype, device, backward=True), 0
@@ -123,7 +123,7 @@ def layer_workspace(
 ) -> int:  # fmt: skip
     """Most bytes that the mixer or the MLP of a layer has alive for itself."""
     acc = acc_dtype(dtype).itemsize
-    mlp = mlp_workspace(g, layer, n, dtype, backward=backward)
+    mlp = mlp_workspace(g, layer, n, dtype, device, backward=backward)
     mixer: float
     if g.is_full(layer):
         q, kv = g.nq * g.hd, g.nkv * g.hd
@@ -155,8 +155,10 @@ def layer_workspace(
     return int(max(mlp, mixer))
 
 
-def mlp_workspace(g: Geometry, layer: int, n: int, dtype: torch.dtype, *, backward: bool) -> int:
-    """Most bytes that the MLP of a layer has alive for itself."""
+def mlp_workspace(g: Geometry, layer: int, n: int, dtype: torch.dtype, device: str, *, backward: bool) -> int:
+    """Most bytes that the MLP of a layer has alive for itself; its kernels work in place, but for a few sums."""
+    if device == "cuda" and dtype != torch.float64:
+        return 0
     acc = acc_dtype(dtype).itemsize
     cast = 0 if dtype.itemsize == acc else 1  # 16-bit operands are converted first
     return n * g.intermediate[g.physical(layer)] * acc * ((4 + 3 * cast) if backward else (1 + 2 * cast))
