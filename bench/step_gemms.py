@@ -60,9 +60,9 @@ def gemm_calls(trainer: Trainer, rows: int) -> list[Callable[[], object]]:
         s, at, f = buf.slots(i, True), f"layers.{i}.", g.intermediate[i]
         p, o = mixer_widths(g, i)
         products: list[tuple[str, Tensor, Tensor, Tensor]] = [  # dy, x, dx
-            (at + "down", buf.dx, cut(buf.act, f), cut(buf.dact, f)),
-            (at + "gate_up", cut(buf.dgate_up, 2 * f), s.n_mlp, buf.dn),
-            (at + mixer_out(g, i), buf.dx, s.mix, cut(buf.dmix, o)),
+            (at + "down", buf.dx, cut(buf.act, f), cut(buf.act, f)),
+            (at + "gate_up", s.gate_up, s.n_mlp, buf.dn),
+            (at + mixer_out(g, i), buf.dx, s.mix, cut(buf.act, o)),
             (at + mixer_in(g, i), cut(buf.dproj, p), s.n_mix, buf.dn),
         ]
         for name, dy, x, dx in products:

@@ -90,13 +90,13 @@ def layer_backward(
     """
     g, at, dx = w.geometry, f"layers.{w.geometry.physical(i)}.", buf.dx
     f = g.intermediate[g.physical(i)]
-    dact = linear_bwd_x(dx, w[at + "down"], out=cut(buf.dact, f))
+    dact = linear_bwd_x(dx, w[at + "down"], out=cut(buf.act, f))
     dgate_up, act, _ = swiglu_mlp_bwd(
         dact,
         s.gate_up,
         mask,
-        dgate_up=cut(buf.dgate_up, 2 * f),
-        act=cut(buf.act, f),
+        dgate_up=s.gate_up,
+        act=dact,
         dmask=dmask,
         accumulate=accumulate_mask,
     )
@@ -110,7 +110,7 @@ def layer_backward(
         return
     p, o = mixer_widths(g, i)
     in_name, out_name = at + mixer_in(g, i), at + mixer_out(g, i)
-    dmix, dproj = linear_bwd_x(dx, w[out_name], out=cut(buf.dmix, o)), cut(buf.dproj, p)
+    dmix, dproj = linear_bwd_x(dx, w[out_name], out=cut(buf.act, o)), cut(buf.dproj, p)
     mix_backward = attn_backward if g.is_full(i) else gdn_backward
     mix_backward(w, s, at, dmix, dproj, seqs, accumulate)
     weight_grad(w, out_name, dx, s.mix, accumulate)

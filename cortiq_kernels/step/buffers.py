@@ -27,13 +27,16 @@ round as the forward did, and so the same ops see the same inputs in each policy
 A looped stack runs its layers several times: layers are virtual here (`Geometry.n_virtual`), each visit has its slots.
 A kept layer below `mixers_from` has no backward of its mixer, and holds x_mlp and gate_up alone ("keep": n_mlp, too;
 "layer": x_mlp, the stream after the mixer). Layers that are not kept (frozen ones, and all of them in an evaluation)
-use the shared set. Scratch of any layer: r [N, H] (a branch's output), act [N, F], and the gradients dx, dn [N, H],
-dact [N, F], dgate_up [N, 2F], dproj [N, P], dmix [N, O]. On a GPU there is also the head's slab of logits
-(`logits_slab`), made at its first use: steps, graphs and evaluations share the one.
+use the shared set, whose proj, gate_up, x_mix and x_mlp are those of the last layer that keeps its own: it runs after
+them, and an evaluation runs before the next step. Scratch of any layer: r [N, H] (a branch's output), act [N, F], which
+is dact and dmix, too, and the gradients dx, dn [N, H] and dproj [N, P]; d(gate_up) takes the place of gate_up, which
+nothing reads after it. On a GPU there is also the head's slab of logits (`logits_slab`), made at its first use: steps,
+graphs and evaluations share the one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -105,9 +108,17 @@ class Buffers:
         widths = [mixer_widths(g, i) for i in layers]
         p_max, o_max = max(p for p, _ in widths), max(o for _, o in widths)
         f_max = max(g.intermediate[g.physical(i)] for i in layers)
-        self._shared = self._slots(p_max, o_max, f_max)
+        keeps = range(g.n_virtual if self.save_from is None else max(self.save_from, self.first), g.n_virtual)
+        lent = self._lenders(keeps, p_max, f_max)
+        self._shared = self._slots(p_max, o_max, f_max, lent)
+        self.kept = {i: self._kept(i) for i in keeps}
+        self._shared = replace(self._shared, **{name: getattr(self.kept[i], name) for name, i in lent.items()})
+        for i, s in self.kept.items():  # those that use a slot of the set which was not there yet
+            late = {name: getattr(self.slots(i, save=False), name) for name in lent if name not in self.own(i)}
+            self.kept[i] = replace(s, **late)
         self.r = self._new(g.hidden)
-        self.act = self._new(f_max)
+        through = [mixer_widths(g, i) for i in self.kept if i >= self.mixers_from]
+        self.act = self._new(max([f_max, *(o for _, o in through)]))
         self.x_out = self._new(g.hidden)  # residual stream after the last layer
         self.hidden = self._new(g.hidden)  # final norm's output: the head's input
         self._slab: Tensor | None = None
@@ -117,22 +128,35 @@ class Buffers:
         self.loop_norms: dict[int, Any] = {}
         self.loop_out = self._new(g.hidden) if any(map(g.norm_after, layers)) else None
         if self.save_from is not None:
-            for i in range(max(self.save_from, self.first), g.n_virtual):
-                self.kept[i] = self._kept(i)
             self.dx, self.dn, self.dhidden = self._new(g.hidden), self._new(g.hidden), self._new(g.hidden)
-            self.dact, self.dgate_up = self._new(f_max), self._new(2 * f_max)
-            through = [mixer_widths(g, i) for i in self.kept if i >= self.mixers_from]
             self.dproj = self._new(max((p for p, _ in through), default=0))
-            self.dmix = self._new(max((o for _, o in through), default=0))
 
-    def _new(self, width: int) -> Tensor:
-        return torch.empty(self.n, width, dtype=self.dtype, device=self.device)
+    def _new(self, width: int, device: torch.device | None = None) -> Tensor:
+        return torch.empty(self.n, width, dtype=self.dtype, device=device or self.device)
 
-    def _slots(self, p: int, o: int, f: int) -> LayerSlots:
+    def _slots(self, p: int, o: int, f: int, without: Container[str]) -> LayerSlots:
+        """One of each slot; those named in `without` have a shape and no memory."""
         h = self.geometry.hidden
-        return LayerSlots(
-            self._new(h), self._new(h), self._new(p), self._new(o), self._new(h), self._new(h), self._new(2 * f)
-        )
+        widths = {"x_mix": h, "n_mix": h, "proj": p, "mix": o, "x_mlp": h, "n_mlp": h, "gate_up": 2 * f}
+        meta = torch.device("meta")
+        made: Any = {name: self._new(w, meta if name in without else self.device) for name, w in widths.items()}
+        return LayerSlots(**made)
+
+    def _lenders(self, kept: range, p: int, f: int) -> dict[str, int]:
+        """Slot -> the kept layer that lends its own to the shared set: the last one as wide as the set's, unless a
+        kept layer that uses the set's runs after it."""
+        g = self.geometry
+        need = {"x_mix": g.hidden, "x_mlp": g.hidden, "proj": p, "gate_up": 2 * f}
+        found: dict[str, int] = {}
+        for i in kept:
+            own = self.own(i)
+            have = {"proj": mixer_widths(g, i)[0], "gate_up": 2 * g.intermediate[g.physical(i)]}
+            for name, width in need.items():
+                if name not in own:
+                    found.pop(name, None)
+                elif have.get(name, width) == width:
+                    found[name] = i
+        return found
 
     def own(self, layer: int) -> list[str]:
         """Names of the slots that are a kept layer's own."""
@@ -190,7 +214,8 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         own = [t for t in vars(self).values() if isinstance(t, Tensor)]
-        own += [t for t in vars(self._shared).values() if isinstance(t, Tensor)]
+        lent = {id(getattr(s, name)) for i, s in self.kept.items() for name in self.own(i)}
+        own += [t for t in vars(self._shared).values() if isinstance(t, Tensor) and id(t) not in lent]
         own += [getattr(s, name) for i, s in self.kept.items() for name in self.own(i)]
         own += self.loop_x.values()
         return sum(t.numel() * t.element_size() for t in own)

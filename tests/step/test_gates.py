@@ -161,10 +161,11 @@ def test_weights_have_no_gradient_nor_memory_for_one():
         assert sum(x.numel() for x in own) == 5 * n_all  # logits, gates, gradient, two moments
     assert all(torch.equal(w[name], x) for name, x in before.items())
     # "ffn" keeps x_mlp and gate_up of a layer, and has no gradient of a mixer
-    assert ffn.buffers.dproj.numel() == ffn.buffers.dmix.numel() == 0
-    shared = {x.data_ptr() for x in vars(ffn.buffers._shared).values() if isinstance(x, torch.Tensor)}
-    for i, s in ffn.buffers.kept.items():
-        alone = [x.shape[1] for x in vars(s).values() if isinstance(x, torch.Tensor) and x.data_ptr() not in shared]
+    assert ffn.buffers.dproj.numel() == 0
+    slots = {i: [x for x in vars(s).values() if isinstance(x, torch.Tensor)] for i, s in ffn.buffers.kept.items()}
+    for i, mine in slots.items():
+        others = {x.data_ptr() for j, theirs in slots.items() if j != i for x in theirs}
+        alone = [x.shape[1] for x in mine if x.data_ptr() not in others]
         assert alone == [g.hidden, 2 * g.intermediate[i]]
     whole = Buffers(g, n, w.dtype, w.device, save_from=0)
     assert ffn.buffers.nbytes < full.buffers.nbytes < whole.nbytes

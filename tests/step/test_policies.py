@@ -160,3 +160,21 @@ def test_the_mixers_of_a_layer_are_let_go(monkeypatch):
 def test_another_policy_is_refused():
     with pytest.raises(ValueError, match=r"policy: got 'some'; expected keep \| cheap \| layer"):
         Buffers(CASES["hybrid"], 80, torch.float32, torch.device("cpu"), save_from=0, policy="some")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_set_of_an_evaluation_is_lent_by_the_last_layer_that_keeps_its_own(policy):
+    g = geometry("LLF")
+    buf = Buffers(g, 8, torch.float32, torch.device("cpu"), save_from=1, policy=policy)
+    last, shared = buf.kept[2], buf.slots(0, save=True)
+    lent = {"x_mix"} if policy == "layer" else {"x_mix", "x_mlp", "gate_up"}
+    for name in ("x_mix", "x_mlp", "gate_up"):
+        same = getattr(shared, name).data_ptr() == getattr(last, name).data_ptr()
+        assert same == (name in lent or name not in buf.own(2)), name
+    every = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for s in (buf._shared, *buf.kept.values())
+             for t in vars(s).values() if isinstance(t, torch.Tensor)}  # fmt: skip
+    every |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in vars(buf).values()
+              if isinstance(t, torch.Tensor)}  # fmt: skip
+    assert buf.nbytes == sum(every.values())
+    assert all(t.device.type == "cpu" for s in (buf._shared, *buf.kept.values()) for t in vars(s).values()
+               if isinstance(t, torch.Tensor))  # fmt: skip
