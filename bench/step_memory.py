@@ -28,7 +28,7 @@ from cortiq_kernels.step.memory import train_bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; 0 when every policy's losses fell and were the same bits."""
+    """Run the command line; 0 when every policy's losses fell and were the same."""
     args = _parse(argv)
     device = pick_device(args.device)
     dtype = backend.DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "f32")]
@@ -49,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         seen.append(losses)
         print(said(row))
         backend.release(device)
-    if any(losses != seen[0] for losses in seen):
+    # The first loss is the same bits. Later ones are, too, with deterministic algorithms: else dq of cuDNN's attention
+    # differs between any two runs in its last bits.
+    exact = device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+    apart = max(abs(a / b - 1) for losses in seen for a, b in zip(losses, seen[0], strict=True))
+    if any(losses[0] != seen[0][0] for losses in seen) or apart > (0 if exact else 1e-3):
         print(f"gate RED: the losses differ between policies: {seen}")
         return 1
     if args.json is not None:

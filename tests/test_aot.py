@@ -81,3 +81,10 @@ def test_command_line_fails_when_a_kernel_does(capsys, monkeypatch):
     assert aot.main(["--arch", "90"]) == 0
     assert aot.main(["--arch", "90", "80"]) == 1
     assert "80 FAILED RuntimeError: no such thing\n" in capsys.readouterr().out
+
+
+def test_row_counts_are_not_specialised():
+    """Triton makes an argument of 1 a plain Python number; the first one-row call would then fail to compile."""
+    for v in VARIANTS:
+        if "gated_delta" in v.kernel.fn.__module__:
+            assert all(p.do_not_specialize for p in v.kernel.params if p.name == "n"), v.name

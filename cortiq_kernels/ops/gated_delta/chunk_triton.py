@@ -120,5 +120,6 @@ def chunk_bwd(
     run.gate_grads(rule, parts, saved.source, dg, dbeta)
     grads = (dq, dk, dv, dg, dbeta)
     sizes = ((hk, dk_size), (hk, dk_size), (hv, dv_size), (hv,), (hv,))
-    out = [x.reshape(batch, length, *s).to(t) for x, s, t in zip(grads, sizes, saved.dtypes, strict=True)]
+    shaped = (x.reshape(batch, length, *s).to(t) for x, s, t in zip(grads, sizes, saved.dtypes, strict=True))
+    out = [x.contiguous() for x in shaped]
     return out[0], out[1], out[2], out[3], out[4], dh0

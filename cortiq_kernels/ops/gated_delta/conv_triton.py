@@ -31,7 +31,7 @@ def _tap(w_ptr, s: tl.constexpr, W: tl.constexpr, D: tl.constexpr, PAD: tl.const
     return tl.zeros([1, PAD], tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def conv_kernel(
     x_ptr,  # [N, C], row stride x_stride
     w_ptr,  # [C, W] f32
@@ -105,7 +105,7 @@ def _dy(
     return d
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def conv_bwd_kernel(
     x_ptr,  # [N, C], row stride x_stride
     w_ptr,  # [C, W] f32

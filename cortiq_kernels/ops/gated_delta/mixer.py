@@ -202,6 +202,7 @@ def gdn_mixer_bwd(
         dconv, dA_log, ddt_bias, dnorm: acc-dtype gradients, `=` or with accumulate=True `+=`; None skips one.
         out: [N, nv*dv] in proj's dtype to write the forward's output to once more (`=`), for a caller that did not
             keep it; None skips that.
+            (the kernels' is within a rounding of it: another kernel makes it)
         The others as in the forward.
 
     Returns:
