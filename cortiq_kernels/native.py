@@ -130,10 +130,10 @@ def gram_accumulate_cuda(
 ) -> None:
     """gram += X^T diag(w) X as `gram_accumulate_cpu`, on the GPU that holds all of them; nothing waits for it.
 
-    Tensors as there, and `nonfinite` [1] int32, which becomes 1 when what is added is not finite, and else stays. With
-    `keep`, x and the weights are looked at first (one more read of x), and where they are not finite `gram` stays as it
-    was. A row_index outside x reads nothing and makes `gram` NaN, with `keep` leaves it. A CUDA graph may capture it,
-    after a first call that is none of it.
+    Tensors as there, `gram` from a multiple of 16 bytes on, and `nonfinite` [1] int32, which becomes 1 when what is
+    added is not finite, and else stays. With `keep`, x and the weights are looked at first (one more read of x), and
+    where they are not finite `gram` stays as it was. A row_index outside x reads nothing and makes `gram` NaN, with
+    `keep` leaves it. A CUDA graph may capture it, after a first call that is none of it.
 
     Sums are f32 in the matrix units over at most 4096 rows, then rounded into `gram`; f32 x, and weights that are not
     all 0 or 1, enter as sums of two bf16 numbers, in three products: to 2^-15 of each x_rj x_rk. The bits are the same

@@ -2,8 +2,8 @@
 //
 //   x      [tokens, n]   f32, bf16 or f16; rows are row_stride elements apart, the elements of a row adjacent
 //   gram   [tiles, 128, 128] f32: the upper triangle in tiles, tile (i, j) with i <= j at i*nt - i*(i-1)/2 + (j-i),
-//          nt = ceil(n / 128); each tile row-major and whole (a diagonal tile holds both halves, equal bit for bit).
-//          What lies beyond n in an edge tile is zero and stays so.
+//          nt = ceil(n / 128); each tile row-major and whole (a diagonal tile holds both halves, on a CPU equal bit
+//          for bit). What lies beyond n in an edge tile is zero and stays so. On a GPU it begins at a multiple of 16.
 //   rows   row_index [rows] says which rows of x enter, in this order, repeats and all; null: all of them.
 //   weight row_weight [rows], or [tokens] without row_index: one for each row that enters. A row of weight 0 is not
 //          read at all, so what it holds, NaN too, never enters; null: all weights are 1.

@@ -118,7 +118,10 @@ def _native_takes(gram: Tensor, x: Tensor, row_weight: Tensor | None) -> bool:
         return False
     if not x.is_cuda:
         return native.missing() is None
-    if why := native.cuda_missing(x.device.index):
+    why = native.cuda_missing(x.device.index)
+    if why is None and gram.data_ptr() % 16:
+        why = "gram does not begin at a multiple of 16 bytes"
+    if why:
         say_once("gram_accumulate_", why)
     return not why
 

@@ -277,6 +277,13 @@ def test_two_streams_at_once():
     assert all(torch.equal(gram, want) for gram in grams)
 
 
+def test_a_gram_that_is_not_aligned_takes_torch():
+    x = integers(100, 70, torch.bfloat16)
+    gram = torch.zeros(TILE * TILE + 1, device="cuda")[1:].view(1, TILE, TILE)
+    assert gram.data_ptr() % 16
+    assert torch.equal(gram_finalize(gram_accumulate_(gram, x), 70), gram_finalize(gram_of(x), 70))
+
+
 def test_float64_and_its_weights_take_torch():
     x = normal(100, 70, torch.float32)
     wide = gram_accumulate_(gram_zeros(70, device="cuda", dtype=torch.float64), x.double())
