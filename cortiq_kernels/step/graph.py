@@ -3,7 +3,7 @@
 A part is a function without arguments over memory that stays (weights, buffers, counters, `StaticInputs`), under a key
 that holds all that would change what it queues: shapes, the layers that train, whether gradients are `=` or `+=`.
 
-    first call of a key     the function runs: kernels compile, libraries choose theirs
+    first call of a key     the function runs: kernels compile (`ahead`: before, side by side), libraries choose theirs
     second                  it is recorded, and replayed
     from then on            it is replayed; the host only copies inputs and fills scalars
 
@@ -41,15 +41,24 @@ Capture = Callable[[Work], Replay]
 
 
 class Programs:
-    """See the module docstring. `capture` makes what records a function, anew for every pool of memory."""
+    """See the module docstring. `capture` makes what records a function, anew for every pool of memory; `compiler`
+    compiles the kernels of a function, which it may call for that with their launches held back."""
 
-    def __init__(self, device: torch.device, *, enabled: bool = True, capture: Callable[[], Capture] | None = None):
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        enabled: bool = True,
+        capture: Callable[[], Capture] | None = None,
+        compiler: Callable[[Work], None] | None = None,
+    ):
         self.reason = ""
         if not enabled:
             self.reason = "switched off"
         elif capture is None and device.type != "cuda":
             self.reason = "a CPU has no graphs"
         self._make: Callable[[], Capture] = capture or (lambda: backend.GraphCapture(device))
+        self._compile = compiler or (_compile_kernels if device.type == "cuda" else None)
         self._capture: Capture | None = None
         self._known: dict[Hashable, Replay | None] = {}  # by the last use; None: ran once
 
@@ -63,13 +72,17 @@ class Programs:
         """Keys that are replayed."""
         return [key for key, graph in self._known.items() if graph is not None]
 
-    def run(self, key: Hashable, work: Work, *, release: Work = lambda: None) -> None:
+    def run(self, key: Hashable, work: Work, *, release: Work = lambda: None, ahead: bool = False) -> None:
         """`work`, run, recorded or replayed. `release` drops tensors that a run or a recording left behind: those of a
-        run would take their memory a second time, those of a recording keep it from the next."""
+        run would take their memory a second time, those of a recording keep it from the next. `ahead`: the kernels may
+        be compiled before the first run, because all that `work` writes it writes anew (`=`)."""
         if self.reason:
             work()
             return
         if key not in self._known:
+            if ahead and self._compile is not None:
+                self._compile(work)
+                release()
             work()
             self._known[key] = None
             return
@@ -107,3 +120,13 @@ class Programs:
         self.forget(lambda key: True)
         self.reason = f"recording failed: {str(error).splitlines()[0][:200]}"
         warnings.warn(f"step: runs without a CUDA graph, which takes longer: {self.reason}", stacklevel=4)
+
+
+def _compile_kernels(work: Work) -> None:
+    """Several at a time, where there is Triton (`ops/jit.py`)."""
+    from cortiq_kernels.ops import triton_gate
+
+    if triton_gate.missing() is None:
+        from cortiq_kernels.ops.jit import compile_ahead
+
+        compile_ahead(work)

@@ -138,7 +138,7 @@ class StepParts:
             if self.programs.enabled:
                 micro = self.inputs.load(micro)
             key = (what, trains, j > 0, shape_of(micro))
-            self.programs.run(key, partial(work, micro, j > 0), release=buffers.forget)
+            self.programs.run(key, partial(work, micro, j > 0), release=buffers.forget, ahead=j == 0)
         torch.div(self.total, self.weight_sum, out=self.loss)
         return self.loss
 

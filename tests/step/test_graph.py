@@ -242,3 +242,22 @@ def test_buffers_keep_nothing_before_and_after_a_recording():
     assert saved() == 1 + 3 * 3
     t.gradients([micro(g, LENGTHS[0])])
     assert kept == [0]
+
+
+def test_kernels_compile_before_a_first_run_and_only_where_nothing_adds_up():
+    """What has been written by the compiler's call of the step is written anew by the step."""
+    order: list[str] = []
+    programs = Programs(CPU, capture=Recorder, compiler=lambda work: (order.append("compile"), work()))
+    for _ in range(3):
+        programs.run("a", lambda: order.append("a"), ahead=True)
+        programs.run("b", lambda: order.append("b"))
+    assert order[:4] == ["compile", "a", "a", "b"] and order.count("compile") == 1
+
+    results = []
+    for compiler in (None, lambda work: work()):
+        g, w, t = trainer(True)
+        t.programs._compile = compiler
+        for i in range(4):
+            t.step([micro(g, LENGTHS[i % 4], seed=i), micro(g, LENGTHS[(i + 1) % 4], seed=9 + i)], rate=1e-3)
+        results.append(state(w, t))
+    assert results[0] == results[1]

@@ -36,6 +36,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cortiq_kernels.ops import jit
+
 from .fwd_triton import scores
 from .triton_tiles import chunk_at, load_decay, load_rows, load_state, store_rows, store_state
 
@@ -60,7 +62,7 @@ def _gate(z_ptr, norm_ptr, dout_ptr, tok, r, mask, z_stride, dout_stride, VW: tl
     return z, tl.sigmoid(z), w, dn
 
 
-@triton.jit(do_not_specialize=["n"])
+@jit.kernel(do_not_specialize=["n"])
 def local_kernel(
     q_ptr,  # [N, HK, DK]
     k_ptr,  # [N, HK, DK]
@@ -166,7 +168,7 @@ def local_kernel(
             store_rows(dvl_ptr + heads + v0, x, tok, r, mask, DV, VW, BV)
 
 
-@triton.jit(do_not_specialize=["n"])
+@jit.kernel(do_not_specialize=["n"])
 def dstate_kernel(
     q_ptr,  # [N, HK, DK]
     k_ptr,  # [N, HK, DK]
@@ -253,7 +255,7 @@ def _masked(s, g, seen, factor):
     return tl.where(seen, s * tl.exp2(tl.where(seen, g[:, None] - g[None, :], 0.0)) * factor, 0.0)
 
 
-@triton.jit(do_not_specialize=["n"])
+@jit.kernel(do_not_specialize=["n"])
 def input_kernel(
     q_ptr,  # [N, HK, DK]
     k_ptr,  # [N, HK, DK]

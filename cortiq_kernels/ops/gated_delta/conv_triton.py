@@ -19,6 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cortiq_kernels.ops import jit
+
 from .triton_tiles import load_rows, store_rows
 
 
@@ -31,7 +33,7 @@ def _tap(w_ptr, s: tl.constexpr, W: tl.constexpr, D: tl.constexpr, PAD: tl.const
     return tl.zeros([1, PAD], tl.float32)
 
 
-@triton.jit(do_not_specialize=["n"])
+@jit.kernel(do_not_specialize=["n"])
 def conv_kernel(
     x_ptr,  # [N, C], row stride x_stride
     w_ptr,  # [C, W] f32
@@ -105,7 +107,7 @@ def _dy(
     return d
 
 
-@triton.jit(do_not_specialize=["n"])
+@jit.kernel(do_not_specialize=["n"])
 def conv_bwd_kernel(
     x_ptr,  # [N, C], row stride x_stride
     w_ptr,  # [C, W] f32

@@ -17,10 +17,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cortiq_kernels.ops import jit
+
 from .triton_tiles import chunk_at, load_decay, load_rows, load_state, store_rows, store_state
 
 
-@triton.jit(do_not_specialize=["n"])
+@jit.kernel(do_not_specialize=["n"])
 def state_kernel(
     k_ptr,  # [N, HK, DK]
     v_ptr,  # [N, HV, DV]
@@ -108,7 +110,7 @@ def scores(q, k, g, scale, UPPER: tl.constexpr):
     return tl.where(seen, p * tl.exp2(tl.where(seen, d, 0.0)) * scale, 0.0)
 
 
-@triton.jit(do_not_specialize=["n"])
+@jit.kernel(do_not_specialize=["n"])
 def output_kernel(
     q_ptr,  # [N, HK, DK]
     k_ptr,  # [N, HK, DK]

@@ -7,14 +7,15 @@ dA_log = sum dg g       ddt_bias = sum da                  g = -exp(A_log) softp
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from cortiq_kernels.ops import jit
 
 from .triton_tiles import chunk_at
 from .wy_triton import softplus
 
 
-@triton.jit(do_not_specialize=["n"])
+@jit.kernel(do_not_specialize=["n"])
 def gates_bwd_kernel(
     dgs_ptr,  # [HV, N] f32 dG
     dbeta_ptr,  # [HV, N] f32 beta dbeta

@@ -201,8 +201,7 @@ def gdn_mixer_bwd(
         dproj: [N, dims.width] in proj's dtype to write to (`=`), allocated if None; must not be `saved.proj`.
         dconv, dA_log, ddt_bias, dnorm: acc-dtype gradients, `=` or with accumulate=True `+=`; None skips one.
         out: [N, nv*dv] in proj's dtype to write the forward's output to once more (`=`), for a caller that did not
-            keep it; None skips that.
-            (the kernels' is within a rounding of it: another kernel makes it)
+            keep it (by another kernel: within a rounding of the first); None skips that.
         The others as in the forward.
 
     Returns:

@@ -19,6 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cortiq_kernels.ops import jit
+
 from .triton_tiles import LOG2E, chunk_at
 
 
@@ -96,7 +98,7 @@ def _gate_piece(
     return g, b, base + tl.sum(a, 0)
 
 
-@triton.jit(do_not_specialize=["n"])
+@jit.kernel(do_not_specialize=["n"])
 def wy_kernel(
     k_ptr,  # [N, HK, DK]
     a_ptr,  # [N, HV] g, or with RAW a; row stride ab_stride
