@@ -37,6 +37,7 @@ def heal_memory(plan: HealPlan) -> dict[str, int]:
     step = train_bytes(
         g, plan.n, cfg.window, rows, dtype, device.type, first=plan.first_layer, train_from=cfg.train_from,
         trained=layout.trained_numel, policy=plan.activations.policy, train=cfg.train,
+        sequences=plan.train.capacity,
     )  # fmt: skip
     cached = plan.prefix is not None and plan.prefix.dtype is not None
     stream = plan.n * g.hidden * dtype.itemsize if cached else 0

@@ -119,6 +119,7 @@ class MasksPlan:
         step = train_bytes(
             g, self.n, cfg.window, rows, dtype, device.type, first=0, train_from=0, trained=0,
             mixers_from=mixers_from(g, cfg.backward), policy=self.activations.policy, train=None,
+            sequences=self.train.capacity,
         )  # fmt: skip
         gates = self.n_gates * (3 * acc_dtype(dtype).itemsize + 16)
         inputs = 8 * rows * self.topk + 32 * self.n

@@ -16,7 +16,7 @@ needs less, changes its lines here: `mixer_saved` and `layer_workspace`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,12 +50,13 @@ class StepBytes(NamedTuple):
 
 def train_bytes(
     g: Geometry, n: int, window: int, rows: int, dtype: torch.dtype, device: str, *, first: int, train_from: int,
-    trained: int, mixers_from: int = 0, policy: Policy = "cheap", train: str | None = "layers",
+    trained: int, mixers_from: int = 0, policy: Policy = "cheap", train: str | None = "layers", sequences: int = 0,
 ) -> StepBytes:  # fmt: skip
     """A training step of `n` tokens in windows of `window`, `rows` of them scored, on a `device` type.
 
     The student holds layers `first ..` and trains those from `train_from` on; `trained`: elements of its masters.
-    `mixers_from`, `policy`, `train`: those of `Buffers`.
+    `mixers_from`, `policy`, `train`: those of `Buffers`. `sequences`: those that cu_seqlens has room for (0: the
+    windows), each of which is a chunk more for the kernels of Gated DeltaNet.
     """
     acc = acc_dtype(dtype).itemsize
     buffers = Buffers(
@@ -64,13 +65,14 @@ def train_bytes(
     )  # fmt: skip
     kept, layers = range(train_from, g.n_virtual), range(first, g.n_virtual)
     saved = n * acc + sum((2 + g.norm_after(i)) * n * acc for i in kept)
-    mixers = {i: mixer_saved(g, i, n, window, dtype, device, policy=policy) for i in kept if i >= mixers_from}
-    work = [layer_workspace(g, i, n, window, dtype, device, backward=False) for i in layers if i not in mixers]
+    room: dict[str, Any] = {"sequences": sequences, "policy": policy}
+    mixers = {i: mixer_saved(g, i, n, window, dtype, device, **room) for i in kept if i >= mixers_from}
+    work = [layer_workspace(g, i, n, window, dtype, device, backward=False, **room) for i in layers if i not in mixers]
     if policy != "layer":
         saved += sum(mixers.values())
         mixers = dict.fromkeys(mixers, 0)
     work += [
-        own + layer_workspace(g, i, n, window, dtype, device, backward=True, policy=policy) for i, own in mixers.items()
+        own + layer_workspace(g, i, n, window, dtype, device, backward=True, **room) for i, own in mixers.items()
     ]
     work += [mlp_workspace(g, i, n, dtype, device, backward=True) for i in kept]
     in_kernels = device == "cuda" and dtype != torch.float64
@@ -96,8 +98,9 @@ def forward_bytes(
 
 
 def mixer_saved(
-    g: Geometry, layer: int, n: int, window: int, dtype: torch.dtype, device: str, *, policy: Policy = "cheap"
-) -> int:
+    g: Geometry, layer: int, n: int, window: int, dtype: torch.dtype, device: str, *, policy: Policy = "cheap",
+    sequences: int = 0,
+) -> int:  # fmt: skip
     """Bytes that a mixer's forward keeps for its backward, the caller's projection not counted.
 
     Attention: the log-sum-exp, and o before the gate (without a gate that is the layer's mix slot). Gated DeltaNet, per
@@ -110,7 +113,8 @@ def mixer_saved(
         return n * g.nq * ((g.hd * dtype.itemsize if g.attn_gate else 0) + acc)
     if gdn_kernels(g, dtype, device):
         qkv = 0 if policy == "cheap" else n * g.conv_channels
-        return (g.nv * (_kernel_states(g, n, window) + n * (CHUNK + g.dv)) + qkv) * dtype.itemsize + 8 * n * g.nv
+        elements = g.nv * (_kernel_states(g, n, sequences or n // window) + n * (CHUNK + g.dv)) + qkv
+        return elements * dtype.itemsize + 8 * n * g.nv
     chunk = gdn_chunk(window, device)
     chunks = -(-window // chunk) * (n // window)
     states = (chunks + n // window) * g.dk * g.dv
@@ -119,7 +123,7 @@ def mixer_saved(
 
 def layer_workspace(
     g: Geometry, layer: int, n: int, window: int, dtype: torch.dtype, device: str, *, backward: bool,
-    policy: Policy = "cheap",
+    policy: Policy = "cheap", sequences: int = 0,
 ) -> int:  # fmt: skip
     """Most bytes that the mixer or the MLP of a layer has alive for itself."""
     acc = acc_dtype(dtype).itemsize
@@ -138,12 +142,13 @@ def layer_workspace(
     elif gdn_kernels(g, dtype, device):
         keys, v, group = 2 * g.nk * g.dk, g.nv * g.dv, g.nv // g.nk
         if backward:
-            entering = g.nv * _kernel_states(g, n, window)
+            entering = g.nv * _kernel_states(g, n, sequences or n // window)
             dqk = n * (keys * dtype.itemsize if group == 1 else 2 * g.nv * g.dk * 4)
             again = keys if policy == "cheap" else 0
             mixer = dtype.itemsize * (n * (again + 3 * v) + entering) + 8 * n * g.nv + dqk
         else:
-            mixer = dtype.itemsize * n * (keys + v) + mixer_saved(g, layer, n, window, dtype, device)
+            kept = mixer_saved(g, layer, n, window, dtype, device, sequences=sequences)
+            mixer = dtype.itemsize * n * (keys + v) + kept
     else:
         chunk = gdn_chunk(window, device)
         conv, v = 2 * g.nk * g.dk + g.nv * g.dv, g.nv * g.dv
@@ -193,9 +198,9 @@ def attention_kernels(g: Geometry, dtype: torch.dtype, device: str) -> bool:
     return device == "cuda" and dtype != torch.float64 and not attention_dims.unfit_for_kernels(dtype, g.hd)
 
 
-def _kernel_states(g: Geometry, n: int, window: int) -> int:
-    """Elements of the states that enter the chunks, of one head, with one sequence a window (each more adds one)."""
-    return (n // CHUNK + n // window) * g.dk * g.dv
+def _kernel_states(g: Geometry, n: int, sequences: int) -> int:
+    """Elements of the states that enter the chunks, of one head: room for a part of a chunk in every sequence."""
+    return (n // CHUNK + sequences) * g.dk * g.dv
 
 
 def gdn_chunk(window: int, device: str) -> int:
