@@ -38,9 +38,9 @@ ONE_OF_EACH = {v.kernel.fn.__name__: v for v in VARIANTS}.values()
 # The backward's kernels of the gated delta rule spill: with fewer programs an SM, which would not, they are slower.
 STACK = {"select_kernel": 16, "wy_kernel": 1024, "state_kernel": 512, "dstate_kernel": 256}
 STACK |= {"local_kernel": 2048, "input_kernel": 6144}
-STACK |= {"norm_bwd_kernel": 128}  # at 16384 columns alone
+STACK |= {"norm_bwd_kernel": 192}  # at 16384 columns alone
 # Attention with heads of 256: a program's sums take half of its registers, and the rest some row offsets too many.
-STACK |= {"attn_fwd_kernel": 64, "attn_bwd_kernel": 512, "attn_prep_bwd_kernel": 128}
+STACK |= {"attn_fwd_kernel": 128, "attn_bwd_kernel": 512, "attn_prep_bwd_kernel": 128}
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.name)
