@@ -35,7 +35,8 @@ def test_heal(world, tmp_path, dtype, train_from):
         ce=0.25,
     )
     report = heal.run(cfg)
-    assert report.dtype == (dtype or "bf16") and report.skipped <= (4 if dtype == "f16" else 0) and report.peak_device_bytes > 0
+    assert report.dtype == (dtype or "bf16") and report.peak_device_bytes > 0
+    assert report.skipped <= (4 if dtype == "f16" else 0)  # where the loss scale starts is too much for a few steps
     assert report.loss_best < 0.9 * report.loss_start
     again = dataclasses.replace(cfg, out=tmp_path / "again", deterministic=True)
     third = dataclasses.replace(cfg, out=tmp_path / "third", deterministic=True)
