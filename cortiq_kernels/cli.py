@@ -64,7 +64,8 @@ class Run:
     """What is known of a recipe's run when it ends early: its config, and whether work had begun."""
 
     def __init__(self, name: str):
-        self.name, self.cfg, self.began = name, None, False
+        self.name, self.began = name, False
+        self.cfg: Any = None
 
     def left(self) -> str:
         """What the run left: outputs appear whole or not at all, perhaps just before it was stopped."""
@@ -76,7 +77,7 @@ class Run:
 
     def again(self) -> str:
         """How to go on."""
-        if self.name == "heal" and self.cfg is not None:
+        if hasattr(self.cfg, "resume"):
             step = _load("cortiq_kernels.recipes.checkpoint_place:last_step")(self.cfg.out)
             if step is not None:
                 return f"Go on after step {step} with the same command and --resume."

@@ -33,11 +33,10 @@ from cortiq_kernels.recipes.heal_plan import HealPlan, plan_heal, trained_parame
 from cortiq_kernels.recipes.heal_targets import obtain_targets
 from cortiq_kernels.recipes.inputs import Progress, Ticks, silent
 from cortiq_kernels.recipes.lock import check_unlocked, locked
-from cortiq_kernels.recipes.logged import Logged
-from cortiq_kernels.recipes.outputs import log_path
+from cortiq_kernels.recipes.opening import known, nothing_left, opened
 from cortiq_kernels.recipes.prefix import PrefixCache, run_prefix
 from cortiq_kernels.recipes.provenance import provenance
-from cortiq_kernels.recipes.resume import changes, find_checkpoint, identity, rounding
+from cortiq_kernels.recipes.resume import find_checkpoint, rounding
 from cortiq_kernels.recipes.saver import Saver
 from cortiq_kernels.recipes.stopping import shielded, stop_on_signals
 from cortiq_kernels.recipes.target_dir import discard_targets
@@ -101,8 +100,7 @@ def _already(plan: HealPlan, progress: Progress) -> HealReport:
     """Nothing to do but to remove what a kill left beside the output. The run log is that of the run that made it."""
     cfg, made = plan.cfg, plan.made
     assert made is not None
-    text = f"nothing to resume: {cfg.out} is there already, complete, made by this run"
-    progress({"event": "resume", "step": made["steps"], "of": made["steps"], "lines": 0, "log": None, "text": text})
+    text = nothing_left(plan, progress, made["steps"])
     _tidy(cfg)
     losses = [(int(d), math.nan if loss is None else float(loss)) for d, loss in made["losses"]]
     return HealReport(
@@ -137,18 +135,7 @@ def _tidy(cfg: HealConfig) -> None:
 def _run(plan: HealPlan, listener: Progress, output_done: bool) -> HealReport:
     """The work, with the output's lock held."""
     cfg, state, folder = plan.cfg, plan.checkpoint, CheckpointDir(plan.cfg.out)
-    progress = Logged(listener, lines=state["lines"] if state else 0)
-    folder.sweep()
-    if cfg.resume:
-        progress({"event": "resume", **_resumed(plan)})
-    changed = changes(state, backend.describe(plan.device.device)) if state else None
-    notes = [f"resumed {changed}"] if changed else []
-    for note in notes:  # the log says it, too
-        progress({"event": "note", "text": note})
-    progress.again = state is not None
-    progress({"event": "plan", **plan.describe()})
-    for note in plan.notes:
-        progress({"event": "note", "text": note})
+    progress, notes = opened(plan, listener)
     device = plan.device.device
     backend.reset_peak(device)
     with backend.deterministic(cfg.deterministic):
@@ -162,14 +149,8 @@ def _run(plan: HealPlan, listener: Progress, output_done: bool) -> HealReport:
             plan.student, dtype=plan.dtype.dtype, device=device, train=cfg.train, train_from=cfg.train_from,
             first_layer=plan.first_layer,
         )  # fmt: skip
-        known = {
-            "identity": identity(plan),
-            "log": _log(cfg),
-            "versions": backend.versions(),
-            "prefix": rounding(plan.prefix, plan.dtype.dtype),
-            "teacher_seconds": teacher_seconds,
-        }
-        saver = Saver(folder, cfg.checkpoint_every, known, progress, state["seconds"] if state else 0.0)
+        said = known(plan, prefix=rounding(plan.prefix, plan.dtype.dtype), teacher_seconds=teacher_seconds)
+        saver = Saver(folder, cfg.checkpoint_every, said, progress, state["seconds"] if state else 0.0)
         loop = Loop(plan, weights, feed, progress, saver)
         if state is not None:
             loop.resume(state, folder.tensors(state))
@@ -196,23 +177,6 @@ def _run(plan: HealPlan, listener: Progress, output_done: bool) -> HealReport:
     return dataclasses.replace(
         report, out=os.path.realpath(cfg.out), seconds=saver.seconds, notes=[*plan.notes, *notes, *written]
     )
-
-
-def _resumed(plan: HealPlan) -> dict[str, Any]:
-    """What event "resume" says: `lines` of the run log `log` are kept, and a text for people."""
-    state = plan.checkpoint
-    if state is None:
-        text = f"nothing to resume in {CheckpointDir(plan.cfg.out).path}: starting from the beginning"
-        return {"step": 0, "of": plan.steps, "lines": 0, "log": None, "text": text}
-    text = f"going on after step {state['step']} of {state['of']} (checkpoint of {state['written']})"
-    if state["provenance"] is not None:
-        text = f"training was over: the output is written from the checkpoint of {state['written']}"
-    return {"step": state["step"], "of": state["of"], "lines": state["lines"], "log": state["log"], "text": text}
-
-
-def _log(cfg: HealConfig) -> str | None:
-    path = log_path("heal", cfg)
-    return os.path.realpath(path) if path is not None else None
 
 
 def _prefix(plan: HealPlan, progress: Progress) -> PrefixCache | None:

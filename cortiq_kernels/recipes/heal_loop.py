@@ -1,13 +1,8 @@
-"""The training of a heal: T accepted steps, held-out losses, and checkpoints that it goes on from bit for bit.
-
-Between two steps everything that the rest depends on is in `Loop.state` and `Loop.tensors`. A signal may end a run at
-any moment: what changes that state (the update of a step with its counters and events; what an evaluation adds) is
-shielded and happens as a whole, so the state is always one that an uninterrupted run passes through.
-"""
+"""The training of a heal: T accepted steps, held-out losses, and checkpoints that it goes on from bit for bit
+(training.py)."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,7 +21,7 @@ from cortiq_kernels.recipes.prefix import PrefixCache
 from cortiq_kernels.recipes.saver import Saver
 from cortiq_kernels.recipes.schedule import cosine_rate, genesis_factor, genesis_from, genesis_rate
 from cortiq_kernels.recipes.skips import report_skip
-from cortiq_kernels.recipes.stopping import asked_to_stop, check, shielded
+from cortiq_kernels.recipes.training import Training, exact
 from cortiq_kernels.step import Evaluator, Micro, StepStats, Trainer
 from cortiq_kernels.step.inputs import Ahead
 from cortiq_kernels.step.loss import pad_rows
@@ -111,16 +106,13 @@ class Groups:
         return groups
 
 
-class Loop:
-    """Training: what its steps and evaluations share, and how far it is.
-
-    `done` accepted steps; `best` weights so far; `evaluations` (step, loss); the rest is for the report.
-    """
+class Loop(Training):
+    """What steps and evaluations share, and how far they are: `best` weights so far; `evaluations` (step, loss)."""
 
     def __init__(self, plan: HealPlan, weights: Weights, feed: Feed | None, progress: Logged, saver: Saver):
+        super().__init__(progress, saver)
         cfg = plan.cfg
-        self.plan, self.cfg, self.weights, self.feed, self.progress = plan, cfg, weights, feed, progress
-        self.saver = saver
+        self.plan, self.cfg, self.weights, self.feed = plan, cfg, weights, feed
         scale = F16_LOSS_SCALE if plan.dtype.dtype == torch.float16 else 1.0
         options = AdamOptions(clip=cfg.clip, weight_decay=cfg.weight_decay)
         self.trainer = Trainer(weights, plan.n, cfg.window, options, loss_scale=scale, policy=plan.activations.policy)
@@ -130,53 +122,26 @@ class Loop:
         self.groups = Groups(len(plan.train), cfg.accumulate, cfg.seed)
         self.best = Best()
         self.evaluations: list[tuple[int, float]] = []
-        self.done = 0
-        self.step_seconds = 0.0
         self.tokens = 0
-        self.skipped = 0
-        self._whole = True  # no half of a step or an evaluation in the state
 
-    def train(self) -> None:
-        """The accepted steps that are left, with evaluations and checkpoints; the best weights are in `best` then.
+    @property
+    def over(self) -> bool:
+        return self.done == self.plan.steps
 
-        What stops it (a signal, or a disk that is full) finds the state saved, as far as that is possible.
-        """
-        self.saver.begin(self.done, self.skipped)
-        try:
-            while True:
-                if self._evaluation_is_due():
-                    self.evaluate()
-                if self.done == self.plan.steps:
-                    return
-                if self.saver.due(self.done, self.skipped):
-                    self.save()
-                self.step()
-                check()
-        except BaseException as e:
-            stopped = asked_to_stop() or isinstance(e, KeyboardInterrupt | OSError)
-            if stopped and self._whole and self.done + self.skipped > 0:
-                self.save()
-            raise
-
-    def save(self, provenance: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint; with the output's `provenance` once training is over."""
-        self.saver.save(self.state(), self.tensors(over=provenance is not None), provenance)
-
-    def _evaluation_is_due(self) -> bool:
+    @property
+    def evaluation_is_due(self) -> bool:
         if self.evaluations and self.evaluations[-1][0] == self.done:
             return False
-        return self.done % self.cfg.eval_every == 0 or self.done == self.plan.steps
+        return self.done % self.cfg.eval_every == 0 or self.over
 
     def step(self) -> None:
-        """One step: accepted, or skipped with a report."""
         assert self.feed is not None
         began = time.perf_counter()
         micros = [self.feed[i] for i in self.groups.next()]
         rate, start, factor = self._rates(self.done + 1)
         self.trainer.gradients(micros, from_layer=start)
         self.feed.ahead(self.groups.after_next())
-        with shielded():
-            self._whole = False
+        with self.changing():
             self.trainer.apply(rate, from_layer=start, factor=factor)
             stats = self.trainer.read()
             seconds = time.perf_counter() - began
@@ -190,7 +155,6 @@ class Loop:
             else:
                 fix = "Check the student's weights (cortiq score), lower --lr, or use --dtype bf16 or f32."
                 report_skip("heal", self.progress, stats, done=self.done, of=self.plan.steps, fix=fix)
-            self._whole = True
 
     def _rates(self, d: int) -> tuple[float, int | None, Callable[[int], float] | None]:
         """Of accepted step d: its rate, and where layers train at their own, the first of them and their factors."""
@@ -206,8 +170,7 @@ class Loop:
         assert self.feed is not None
         feed, n_train, n_val = self.feed, len(self.plan.train), len(self.plan.val)
         loss = self.evaluator.loss(feed.each(range(n_train, n_train + n_val)))
-        with shielded():
-            self._whole = False
+        with self.changing():
             self.evaluations.append((self.done, loss))
             improved = self.best.offer(self.done, loss, self.weights)
             self.progress({
@@ -215,7 +178,6 @@ class Loop:
                 "loss_name": self.cfg.loss_name, "best": self.best.loss, "best_step": self.best.step,
                 "improved": improved,
             })  # fmt: skip
-            self._whole = True
 
     def _report(self, stats: StepStats, rate: float, seconds: float, tokens: int) -> None:
         self.progress({
@@ -226,14 +188,13 @@ class Loop:
         })  # fmt: skip
 
     def state(self) -> dict[str, Any]:
-        """JSON-able: all but the tensors. Waits for the device. Numbers that JSON lacks are text."""
         return {
             "step": self.done,
             "of": self.plan.steps,
             "counters": self.trainer.counters(),
             "groups": self.groups.state(),
-            "best": {"step": self.best.step, "loss": _exact(self.best.loss)},
-            "evaluations": [[d, _exact(loss)] for d, loss in self.evaluations],
+            "best": {"step": self.best.step, "loss": exact(self.best.loss)},
+            "evaluations": [[d, exact(loss)] for d, loss in self.evaluations],
             "step_seconds": self.step_seconds,
             "tokens": self.tokens,
             "lines": self.progress.lines,
@@ -241,9 +202,7 @@ class Loop:
         }
 
     def tensors(self, over: bool = False) -> dict[str, Tensor]:
-        """The tensors of a checkpoint. The best weights are left out where they are in it anyway (the step's own), or
-        are the student's (step 0); once training is over they are all that matters.
-        """
+        """The best weights are left out where they are in it anyway (the step's own), or are the student's (step 0)."""
         best = {} if self.best.step in (0, -1) else {"best": self.best.state}
         if over:
             return best
@@ -263,7 +222,3 @@ class Loop:
         self.step_seconds, self.tokens = float(state["step_seconds"]), int(state["tokens"])
         self.skipped = int(state["counters"]["skipped"])
 
-
-def _exact(x: float) -> float | str:
-    """A number that `float` reads back exactly, also where JSON has none."""
-    return x if math.isfinite(x) else str(x)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cortiq_kernels import backend
-from cortiq_kernels.data.batches import Batch, Batches
+from cortiq_kernels.data.batches import Batches
 from cortiq_kernels.data.records import Dataset
 from cortiq_kernels.model import names
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.hf import ModelDir, check_destination, open_model
+from cortiq_kernels.model.layout import plan_layout
+from cortiq_kernels.model.weights import acc_dtype
 from cortiq_kernels.recipes.activations import Activations, choose_activations, how_to_fit
-from cortiq_kernels.recipes.checkpoint_place import checkpoint_path
 from cortiq_kernels.recipes.errors import need
 from cortiq_kernels.recipes.finished import check_same_run, made_output, output_is_done
 from cortiq_kernels.recipes.heal_config import HealConfig
@@ -22,20 +23,19 @@ from cortiq_kernels.recipes.inputs import Joined, check_same_tokens, geometry_su
 from cortiq_kernels.recipes.memory import check_fits, check_window
 from cortiq_kernels.recipes.outputs import check_files
 from cortiq_kernels.recipes.prefix import PrefixPlan, plan_prefix
-from cortiq_kernels.recipes.resume import check_room, find_checkpoint, same_prefix
+from cortiq_kernels.recipes.resume import check_room, find_checkpoint, same_prefix, where_checkpoint
 from cortiq_kernels.recipes.schedule import total_steps
 from cortiq_kernels.recipes.settings import LARGEST
 from cortiq_kernels.recipes.target_dir import check_target_directory, held_bytes, target_directory
 from cortiq_kernels.recipes.target_file import file_bytes
-from cortiq_kernels.recipes.targets import TargetStore, asked_topk
+from cortiq_kernels.recipes.targets import asked_topk
+from cortiq_kernels.recipes.taught_plan import HOST_SHARE, TaughtPlan
 from cortiq_kernels.report.results import size
 from cortiq_kernels.step import Policy
 
-HOST_SHARE = 0.3  # of the host memory available, for the prefix cache, and again for the targets
-
 
 @dataclass(frozen=True)
-class HealPlan:
+class HealPlan(TaughtPlan):
     """Opened inputs and decisions. `per_epoch` is steps a pass (the last one may have fewer micro-batches), `steps`
     is T, `rows` the scored rows of each of `batches`, `target_room` the host bytes that targets may take in memory,
     `checkpoint` the state of an earlier run to go on from, `made` the provenance of an output that is there already,
@@ -62,19 +62,20 @@ class HealPlan:
     activations: Activations = Activations("cheap")
 
     @property
-    def batches(self) -> Joined[Batch]:
-        """Train batches, then val batches: the order of targets and prefix streams."""
-        return Joined(self.train, self.val)
+    def models(self) -> dict[str, ModelDir | None]:
+        """The models that it opens, by their settings."""
+        return {"student": self.student, "teacher": self.teacher}
 
     @property
-    def n(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.cfg.batch * self.cfg.window
+    def state_bytes(self) -> int:
+        """Most bytes of a checkpoint's tensors: master, two moments, and the best weights so far."""
+        layout = plan_layout(self.student.geometry, train=self.cfg.train, train_from=self.cfg.train_from)
+        return 4 * layout.trained_numel * acc_dtype(self.dtype.dtype).itemsize
 
     @property
-    def target_bytes(self) -> int:
-        """Bytes of the teacher's targets of all batches; 0 without a teacher."""
-        return TargetStore.bytes_for(sum(self.rows), self.topk) if self.teacher else 0
+    def out_bytes(self) -> int:
+        """Most bytes that the output takes."""
+        return self.student.total_bytes()
 
     @property
     def first_layer(self) -> int:
@@ -112,18 +113,10 @@ class HealPlan:
             "activations": self.activations.text,
             "activation_peaks": dict(self.activations.peaks),
             "memory": self.memory(),
-            "checkpoint": self._where_checkpoint(),
+            "checkpoint": where_checkpoint(self),
             "out": str(cfg.out),
             "notes": self.notes,
         }
-
-    def _where_checkpoint(self) -> str:
-        if self.made is not None:
-            return "none: the output is there, made by this run, and nothing is left to do"
-        place = f"every {self.cfg.checkpoint_every} in {checkpoint_path(self.cfg.out)}"
-        if self.checkpoint is not None:
-            return f"goes on after step {self.checkpoint['step']}; {place}"
-        return "none" if self.cfg.checkpoint_every == "off" else place
 
     def _where_targets(self) -> str:
         if self.teacher is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from cortiq_kernels.recipes.errors import need, refuse
+from cortiq_kernels.recipes.interval import parse_interval
 from cortiq_kernels.recipes.schedule import decimal
 from cortiq_kernels.recipes.settings import check_values
 
@@ -83,6 +84,11 @@ class MasksConfig:
     """changes the order of the batches"""
     targets: Path | None = None
     """directory that keeps the teacher's targets for later runs; default OUT.targets, which is removed at the end"""
+    resume: bool = False
+    """go on from the checkpoint in OUT.resume, if there is one; without one the run starts from the beginning"""
+    checkpoint_every: str = "10m"
+    """steps ("500") or time ("90s", "10m", "2h") between checkpoints in OUT.resume, or "off"; a run that is stopped
+    writes one too"""
     log: Path | None = None
     """run log (JSONL); default beside OUT"""
 
@@ -136,6 +142,7 @@ class MasksConfig:
             self.l1_init > 0 or self.l1_step > 0, "masks: l1_init", "0 with l1_step 0", "some pressure",
             "Set --l1-init or --l1-step.",
         )  # fmt: skip
+        parse_interval(self.checkpoint_every, "masks: checkpoint_every")
         if self.teacher is not None and self.loss == "nll":
             raise refuse(
                 "masks: teacher", f"{str(self.teacher)!r} with loss nll", "none", "Leave it out, or set --loss kl."

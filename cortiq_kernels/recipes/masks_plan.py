@@ -8,33 +8,35 @@ from typing import Any
 import torch
 
 from cortiq_kernels import backend
-from cortiq_kernels.data.batches import Batch, Batches
+from cortiq_kernels.data.batches import Batches
 from cortiq_kernels.data.records import Dataset
 from cortiq_kernels.model.hf import ModelDir, open_model
 from cortiq_kernels.model.layout import plan_layout
 from cortiq_kernels.model.weights import acc_dtype
 from cortiq_kernels.recipes.activations import Activations, choose_activations, how_to_fit
 from cortiq_kernels.recipes.errors import need
+from cortiq_kernels.recipes.finished import check_same_run, made_output, output_is_done
 from cortiq_kernels.recipes.inputs import Joined, check_same_tokens, geometry_summary, packed_for, refuse_loops
 from cortiq_kernels.recipes.masks_config import MasksConfig
 from cortiq_kernels.recipes.memory import check_fits, check_window, forward_memory
 from cortiq_kernels.recipes.outputs import check_files
-from cortiq_kernels.recipes.target_dir import check_target_directory
+from cortiq_kernels.recipes.resume import check_room, find_checkpoint, where_checkpoint
+from cortiq_kernels.recipes.target_dir import check_target_directory, held_bytes
 from cortiq_kernels.recipes.target_file import file_bytes
-from cortiq_kernels.recipes.targets import TargetStore, asked_topk
+from cortiq_kernels.recipes.targets import asked_topk
+from cortiq_kernels.recipes.taught_plan import HOST_SHARE, TaughtPlan
 from cortiq_kernels.report.results import size
 from cortiq_kernels.step import Policy
 from cortiq_kernels.step.gates import mixers_from
 from cortiq_kernels.step.memory import forward_bytes, train_bytes
 
-HOST_SHARE = 0.3  # of the host memory available, for the targets
-
 
 @dataclass(frozen=True)
-class MasksPlan:
+class MasksPlan(TaughtPlan):
     """Opened inputs and decisions. `dtype` is that of the teacher and of the evaluations, `step_dtype` that of the
     steps; `two_copies`: the weights are held in both; `rows` are the scored rows of each of `batches`, `target_room`
-    the host bytes that targets may take in memory, `activations` what a layer keeps for its backward.
+    the host bytes that targets may take in memory, `checkpoint` the state of an earlier run to go on from, `made` the
+    provenance of an output that is there already, `activations` what a layer keeps for its backward.
     """
 
     cfg: MasksConfig
@@ -51,17 +53,29 @@ class MasksPlan:
     rows: list[int]
     target_room: int
     notes: list[str]
+    checkpoint: dict[str, Any] | None = None
+    made: dict[str, Any] | None = None
     activations: Activations = Activations("cheap")
 
     @property
-    def batches(self) -> Joined[Batch]:
-        """Train batches, then val batches: the order of targets."""
-        return Joined(self.train, self.val)
+    def models(self) -> dict[str, ModelDir | None]:
+        """The models that it opens, by their settings."""
+        return {"model": self.model, "teacher": self.teacher}
 
     @property
-    def n(self) -> int:
-        """Tokens of a batch."""
-        return self.cfg.batch * self.cfg.window
+    def steps(self) -> int:
+        """Most steps."""
+        return self.cfg.max_steps
+
+    @property
+    def state_bytes(self) -> int:
+        """Most bytes of a checkpoint's tensors: logits, two moments, and the best logits so far."""
+        return self.n_gates * (2 * acc_dtype(self.step_dtype.dtype).itemsize + 16)
+
+    @property
+    def out_bytes(self) -> int:
+        """Most bytes that the output takes."""
+        return 9 * self.n_gates + (1 << 20)
 
     @property
     def n_gates(self) -> int:
@@ -72,11 +86,6 @@ class MasksPlan:
     def eval_dtype(self) -> torch.dtype:
         """Working dtype of the evaluations."""
         return self.dtype.dtype if self.two_copies else self.step_dtype.dtype
-
-    @property
-    def target_bytes(self) -> int:
-        """Bytes of the teacher's targets of all batches; 0 without a teacher."""
-        return TargetStore.bytes_for(sum(self.rows), self.topk) if self.teacher else 0
 
     def describe(self) -> dict[str, Any]:
         """JSON-able summary: geometry, data, steps, device, precision, memory, each choice with its reason."""
@@ -108,6 +117,7 @@ class MasksPlan:
             "activations": self.activations.text,
             "activation_peaks": dict(self.activations.peaks),
             "memory": self.memory(),
+            "checkpoint": where_checkpoint(self),
             "out": str(cfg.out),
             "notes": self.notes,
         }
@@ -170,7 +180,9 @@ def plan_masks(cfg: MasksConfig) -> MasksPlan:
     model = open_model(cfg.model)
     g = model.geometry
     refuse_loops("masks", g)
-    check_files("masks", cfg)
+    made = made_output(cfg)
+    done = made is not None or output_is_done(cfg)
+    check_files("masks", cfg, done=done)
     teacher = None
     if cfg.loss == "kl":
         teacher = model if cfg.teacher is None else open_model(cfg.teacher)
@@ -182,15 +194,25 @@ def plan_masks(cfg: MasksConfig) -> MasksPlan:
     )  # fmt: skip
     dataset, train, val, notes = packed_for(model, cfg)
     topk, rows = asked_topk(cfg.topk, cfg.alpha, g.vocab), [b.n_scored for b in Joined(train, val)]
+    beside = 0
     if teacher is not None:
-        check_target_directory(cfg, file_bytes(rows, topk))
+        on_disk = file_bytes(rows, topk)
+        check_target_directory(cfg, on_disk if made is None else 0)
+        if cfg.targets is None:  # they lie beside the output while it is made
+            beside = max(0, on_disk - held_bytes(cfg))
     plan = MasksPlan(
         cfg, device, dtype, step_dtype, step_dtype.dtype != dtype.dtype, model, teacher, dataset, train, val, topk,
         rows, int(HOST_SHARE * backend.host_free_bytes()), notes,
     )  # fmt: skip
+    if made is None:
+        if not done:
+            check_room(plan, beside)
+        plan = replace(plan, checkpoint=find_checkpoint(plan))
+    if plan.checkpoint is not None:  # whatever memory is free now: to go on bit for bit
+        plan = replace(plan, two_copies=plan.checkpoint["two_copies"])
     plan = replace(plan, activations=choose_activations(cfg.activations, plan.memory_with))
     memory = plan.memory()
-    if plan.two_copies and memory["least"] > memory["free"]:
+    if plan.checkpoint is None and plan.two_copies and memory["least"] > memory["free"]:
         notes.append(
             f"evaluations are in {backend.dtype_name(step_dtype.dtype)}, too: {size(memory['least'])} with a second "
             f"copy of the weights in {backend.dtype_name(dtype.dtype)}, and {size(memory['free'])} are free"
@@ -200,7 +222,9 @@ def plan_masks(cfg: MasksConfig) -> MasksPlan:
         memory = plan.memory()
     fix = how_to_fit(cfg.activations).removesuffix(".") + ", or use --precision fast."
     notes += check_fits("masks", memory, device.device, fix)
-    return plan
+    if made is not None:
+        check_same_run(plan, made)
+    return replace(plan, made=made)
 
 
 def steps_in(cfg: MasksConfig, dtype: backend.DtypeChoice) -> backend.DtypeChoice:

@@ -37,12 +37,12 @@ def page_path(log: Path) -> Path | None:
     return log.with_name(log.name.removesuffix(".jsonl").removesuffix(".log") + ".html")
 
 
-def check_files(recipe: str, cfg: Any) -> None:
+def check_files(recipe: str, cfg: Any, *, done: bool = False) -> None:
     """Refuse, before any work, a run log or result file that would overwrite an input or get in the output's way.
 
     Such a file needs a writable place; it must not be a directory, nor an input file, nor lie inside an input or output
-    directory (symlinks resolved). Inputs are the paths in `cfg` other than `out`, `log`, `targets`. Raises
-    `InputError`.
+    directory (symlinks resolved). Inputs are the paths in `cfg` other than `out`, `log`, `targets`. `done`: the output
+    is there, made by this run. Raises `InputError`.
     """
     given = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
     inputs = [p for name, v in given.items() if name not in ("out", "log", "targets") for p in _paths(v)]
@@ -73,7 +73,7 @@ def check_files(recipe: str, cfg: Any) -> None:
         if name == "page":
             check_page(what, file, fix)
         if name == "out" and recipe == "masks":
-            need(not os.path.lexists(file), what, f"{str(file)!r}, which is there already", "a new file", fix)
+            need(done or not os.path.lexists(file), what, f"{str(file)!r}, which is there already", "a new file", fix)
         elif name == "out" and (first := _start(file)) and not (first.startswith(b"{") and b'"rows"' in first):
             raise refuse(what, f"{str(file)!r}, which is no result", "a new file, or an earlier result", fix)
 

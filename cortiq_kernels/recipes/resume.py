@@ -1,4 +1,4 @@
-"""When a heal may go on from a checkpoint: with the same models, the same data and the same settings.
+"""When a run may go on from a checkpoint: with the same models, the same data and the same settings.
 
 Where things are, how often a checkpoint is written and the device may change; everything that decides the result may
 not, and the refusal names the first setting that differs, with both values. Directories are compared by what is in them
@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from cortiq_kernels import backend
+from cortiq_kernels.data.records import Dataset
 from cortiq_kernels.model.hf import ModelDir
-from cortiq_kernels.model.layout import plan_layout
-from cortiq_kernels.model.weights import acc_dtype
 from cortiq_kernels.recipes.checkpoint_dir import CheckpointDir
 from cortiq_kernels.recipes.errors import need, refuse
 from cortiq_kernels.recipes.fingerprint import fingerprint
@@ -25,23 +25,63 @@ from cortiq_kernels.recipes.interval import parse_interval
 from cortiq_kernels.recipes.prefix import PrefixPlan
 from cortiq_kernels.recipes.provenance import RUN_SETTINGS, settings
 
-if TYPE_CHECKING:
-    from cortiq_kernels.recipes.heal_plan import HealPlan
 
-STATE_TENSORS = 4  # master, two moments, and the best weights so far
+class Asked(Protocol):
+    """The settings of a recipe that can be resumed."""
+
+    @property
+    def recipe(self) -> str: ...
+    @property
+    def data(self) -> Path: ...
+    @property
+    def out(self) -> Path: ...
+    @property
+    def resume(self) -> bool: ...
+    @property
+    def checkpoint_every(self) -> str: ...
 
 
-def identity(plan: HealPlan) -> dict[str, Any]:
-    """JSON-able: everything that decides what a heal computes, by the setting that a user would change."""
+class Resumable(Protocol):
+    """What the plan of such a recipe says; `models` by the name of their setting (None: not opened), `dtype` that of
+    the result, `state_bytes` the most that the tensors of one checkpoint take, `out_bytes` the output.
+    """
+
+    @property
+    def cfg(self) -> Asked: ...
+    @property
+    def models(self) -> dict[str, ModelDir | None]: ...
+    @property
+    def dataset(self) -> Dataset: ...
+    @property
+    def device(self) -> backend.DeviceChoice: ...
+    @property
+    def dtype(self) -> backend.DtypeChoice: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def notes(self) -> list[str]: ...
+    @property
+    def checkpoint(self) -> dict[str, Any] | None: ...
+    @property
+    def made(self) -> dict[str, Any] | None: ...
+    @property
+    def state_bytes(self) -> int: ...
+    @property
+    def out_bytes(self) -> int: ...
+    def describe(self) -> dict[str, Any]: ...
+
+
+def identity(plan: Resumable) -> dict[str, Any]:
+    """JSON-able: everything that decides what a run computes, by the setting that a user would change."""
     out = {k: v for k, v in settings(plan.cfg).items() if k not in RUN_SETTINGS and k != "device"}
-    out["student"] = _model(plan.student)
-    out["teacher"] = _model(plan.teacher) if plan.teacher else None
+    for name, model in plan.models.items():
+        out[name] = _model(model) if model else None
     out["data"] = {"path": str(plan.cfg.data), "sha256": plan.dataset.data_hash, "tokens": plan.dataset.token_hash}
     out["dtype"] = backend.dtype_name(plan.dtype.dtype)
     return out
 
 
-def find_checkpoint(plan: HealPlan) -> dict[str, Any] | None:
+def find_checkpoint(plan: Resumable) -> dict[str, Any] | None:
     """The state to go on from, or None for a fresh start. `InputError` for a checkpoint that nobody asked to resume, of
     another run, or that cannot be used.
     """
@@ -51,14 +91,15 @@ def find_checkpoint(plan: HealPlan) -> dict[str, Any] | None:
         return None
     if not plan.cfg.resume:
         raise refuse(
-            "heal: out", f"the checkpoint {str(folder.path)!r} of an unfinished run (step {state['step']} of "
-            f"{state['of']})", "none", "Add --resume to go on with it, or delete that directory to start afresh.",
+            f"{plan.cfg.recipe}: out",
+            f"the checkpoint {str(folder.path)!r} of an unfinished run (step {state['step']} of {state['of']})", "none",
+            "Add --resume to go on with it, or delete that directory to start afresh.",
         )  # fmt: skip
     now = identity(plan)
     name = difference(now, state["identity"])
     if name is not None:
         raise refuse(
-            f"heal: {name}", words(now.get(name)),
+            f"{plan.cfg.recipe}: {name}", words(now.get(name)),
             f"{words(state['identity'].get(name))}, as in the checkpoint {str(folder.path)!r}",
             "Give the settings of the run that is to go on, or delete that directory to start afresh.",
         )  # fmt: skip
@@ -85,20 +126,27 @@ def changes(state: Mapping[str, Any], device: str) -> str | None:
     return "; ".join(found) + ": results differ by rounding" if found else None
 
 
-def checkpoint_bytes(plan: HealPlan) -> int:
+def checkpoint_bytes(plan: Resumable) -> int:
     """Most bytes that one checkpoint takes; 0 when none is written."""
+    return 0 if parse_interval(plan.cfg.checkpoint_every).never else plan.state_bytes
+
+
+def where_checkpoint(plan: Resumable) -> str:
+    """Where checkpoints go and how often, in words."""
     cfg = plan.cfg
-    if parse_interval(cfg.checkpoint_every).never:
-        return 0
-    layout = plan_layout(plan.student.geometry, train=cfg.train, train_from=cfg.train_from)
-    return STATE_TENSORS * layout.trained_numel * acc_dtype(plan.dtype.dtype).itemsize
+    if plan.made is not None:
+        return "none: the output is there, made by this run, and nothing is left to do"
+    place = f"every {cfg.checkpoint_every} in {CheckpointDir(cfg.out).path}"
+    if plan.checkpoint is not None:
+        return f"goes on after step {plan.checkpoint['step']}; {place}"
+    return "none" if cfg.checkpoint_every == "off" else place
 
 
-def check_room(plan: HealPlan, targets: int = 0) -> None:
+def check_room(plan: Resumable, targets: int = 0) -> None:
     """Refuse a run for which the disk of its output is too small: `targets` bytes beside the output, and the larger of
     two checkpoints (the next one is written before the last goes) and of a checkpoint with the output.
     """
-    one, out = checkpoint_bytes(plan), plan.student.total_bytes()
+    one, out = checkpoint_bytes(plan), plan.out_bytes
     folder = CheckpointDir(plan.cfg.out)
     parent = next(p for p in folder.path.parents if p.exists())
     free = shutil.disk_usage(parent).free + folder.nbytes()
@@ -106,7 +154,7 @@ def check_room(plan: HealPlan, targets: int = 0) -> None:
     parts = [f"{_size(out)} output", f"{_size(one)} a checkpoint, of which there are two for a moment"]
     parts += [f"{_size(targets)} teacher targets"] if targets else []
     need(
-        free >= want, "heal: out", f"{_size(free)} free on {parent}",
+        free >= want, f"{plan.cfg.recipe}: out", f"{_size(free)} free on {parent}",
         f"at least {_size(want)} ({', '.join(parts)})",
         "Free some space, choose another --out, or do without checkpoints (--checkpoint-every off).",
     )  # fmt: skip

@@ -140,12 +140,15 @@ def masks_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
     head += f"; held-out {loss} {number(r['loss_open'])} with all open, {number(r['loss_best'])} masked"
     head += f", which is {'worse' if r['loss_best'] > r['loss_open'] else 'no worse'}"
     head += f" (best at step {r['best_step']} of {r['steps']})"
+    folded = r["out"].removesuffix(".safetensors") + "-fold"
+    args = ("--model", str(cfg.model), "--data", str(cfg.data), "--masks", r["out"], "--out", folded)
+    follows = f"next: {command('fold', *args)}"
+    if r.get("already_done"):
+        return [f"already done: {head}", f"{r['out']} is as it was; {follows}"]
     speed = f"{r['seconds_per_step']:.2f} s/step, {r['tokens_per_second']:,.0f} tokens/s, "
     speed += f"teacher {seconds(r['teacher_seconds'])}, " if r["teacher_seconds"] else ""
     speed += f"{seconds(r['seconds'])} in all" + (f", {r['skipped']} steps skipped" if r["skipped"] else "")
-    folded = r["out"].removesuffix(".safetensors") + "-fold"
-    args = ("--model", str(cfg.model), "--data", str(cfg.data), "--masks", r["out"], "--out", folded)
-    return [head, speed, f"wrote {r['out']}; next: {command('fold', *args)}"]
+    return [head, speed, f"wrote {r['out']}; {follows}"]
 
 
 def widths_text(r: dict[str, Any]) -> str:

@@ -4,7 +4,8 @@
     dL/ds      sum over rows of dact·act (dact of the gated activation, act before the gate), L the mean loss
     dL/dm      (dL/ds + l1 / n_all)·s·(1 − s), n_all the number of all gates: the mean of the gates, times l1, is added
                to the loss
-    update     Adam on m, without clipping, at one rate; a step that is not finite changes nothing (`update.py`)
+    update     Adam on m, without clipping unless `clip` says so, at one rate; a step that is not finite changes nothing
+               (`update.py`)
 
 Logits, gates and gradient lie in one flat buffer each, in the accumulation dtype; the Adam moments are float64, for a
 gradient of l1 / n_all alone is about 1e-8 on a model of 0.8B parameters, and 1e-9 on one of 27B. That is also the size
@@ -17,7 +18,7 @@ gradient, nor memory for one, and layer 0's mixer, below which there is no gate,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +32,15 @@ from cortiq_kernels.step.buffers import Buffers, Policy
 from cortiq_kernels.step.forward import rope_for
 from cortiq_kernels.step.graph import Capture, Programs
 from cortiq_kernels.step.inputs import Micro
-from cortiq_kernels.step.train import StepParts, StepStats, micro_gradients, read_stats
+from cortiq_kernels.step.train import (
+    StepParts,
+    StepStats,
+    check_state,
+    micro_gradients,
+    read_counters,
+    read_stats,
+    restore_counters,
+)
 
 
 def mixers_from(g: Geometry, gradient: str) -> int:
@@ -68,6 +77,7 @@ class GateTrainer:
     policy: Policy = "cheap"
     graph: bool = True
     capture: Callable[[], Capture] | None = None
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         w, g = self.weights, self.weights.geometry
@@ -118,7 +128,7 @@ class GateTrainer:
         """Adam, from the gradient and the loss that `gradients` left; accepts or skips on the device."""
         adam_step_(
             self.state, self.logits, self.grad, self.m, self.v, ranges=self.ranges, loss=self.loss, rate=self.rate,
-            clip=None, eps=self.eps,
+            clip=self.clip, eps=self.eps,
         )  # fmt: skip
 
     def step(self, micros: Sequence[Micro], l1: float) -> None:
@@ -129,6 +139,22 @@ class GateTrainer:
     def kept(self, tau: float) -> Tensor:
         """[n_all] bool: gates that are open, sigmoid(m) > tau."""
         return open_gates(self.logits, tau)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the next step depends on, besides `counters`: as it lies on the device, not copies."""
+        return {"logits": self.logits, "m": self.m, "v": self.v}
+
+    def counters(self) -> dict[str, int | float]:
+        """`read_counters`."""
+        return read_counters(self.state)
+
+    def restore(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int | float]) -> None:
+        """Go on where `tensors` and `counters` of another trainer of the same settings were taken, bit for bit.
+        ValueError for tensors of another length or dtype."""
+        check_state("GateTrainer", self.tensors(), tensors)
+        for name, mine in self.tensors().items():
+            mine.copy_(tensors[name])
+        restore_counters(self.state, counters)
 
     def read(self) -> StepStats:
         """Waits for the device; the loss of the last step and the counters."""

@@ -149,13 +149,37 @@ def read_stats(state: AdamState, loss: Tensor) -> StepStats:
     return StepStats(float(loss), s.norm, s.ok, s.step, s.skipped, s.in_row, s.scale)
 
 
+def read_counters(state: AdamState) -> dict[str, int | float]:
+    """Waits for the device: accepted and skipped steps, skipped in a row, loss scale. JSON keeps them exactly."""
+    s = state.read()
+    return {"step": s.step, "skipped": s.skipped, "in_row": s.in_row, "scale": s.scale}
+
+
+def check_state(who: str, mine: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """ValueError unless every tensor of a trainer's own is `given` with its length and dtype."""
+    for name, own in mine.items():
+        t = given[name]
+        if t.shape != own.shape or t.dtype != own.dtype:
+            raise ValueError(
+                f"{who}.restore: {name}: got {list(t.shape)} {t.dtype}; expected {list(own.shape)} {own.dtype}; "
+                "restore into a trainer of the same settings"
+            )
+
+
+def restore_counters(state: AdamState, counters: Mapping[str, int | float]) -> None:
+    """The inverse of `read_counters`."""
+    for name in ("step", "skipped", "in_row", "scale"):
+        getattr(state, name).fill_(counters[name])
+
+
 @dataclass
 class Trainer:
     """Owns the optimizer state and the buffers of `n` = batch * window tokens; `weights.trained` says what trains.
 
     On a GPU a step is recorded in its second run and replayed from then on, unless `graph` is False: the same bits, and
     the host is not what limits it. `programs.reason` says why one is not. `capture`: what records, for tests. `masks`:
-    as of `Evaluator`; `policy`: what is kept for the backward (`Buffers`).
+    gates [F] of (virtual) layers, which do not train; `mixers_from`, `policy` (what is kept for the backward): those
+    of `Buffers`.
     """
 
     weights: Weights
@@ -165,6 +189,7 @@ class Trainer:
     loss_scale: float = 1.0
     masks: Mapping[int, Tensor] | None = None
     policy: Policy = "cheap"
+    mixers_from: int = 0
     graph: bool = True
     capture: Callable[[], Capture] | None = None
 
@@ -176,7 +201,7 @@ class Trainer:
             )
         self.buffers = Buffers(
             w.geometry, self.n, w.dtype, w.device, first=w.first_layer, save_from=w.train_from, policy=self.policy,
-            train=w.train,
+            train=w.train, mixers_from=self.mixers_from,
         )  # fmt: skip
         self.state = AdamState.new(w.device, scale=self.loss_scale)
         self.rope = rope_for(w, self.max_seqlen)
@@ -252,27 +277,19 @@ class Trainer:
         return {"master": t.master, "m": t.m, "v": t.v}
 
     def counters(self) -> dict[str, int | float]:
-        """Waits for the device: accepted and skipped steps, skipped in a row, loss scale. JSON keeps them exactly."""
-        s = self.state.read()
-        return {"step": s.step, "skipped": s.skipped, "in_row": s.in_row, "scale": s.scale}
+        """`read_counters`."""
+        return read_counters(self.state)
 
     def restore(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int | float]) -> None:
         """Go on where `tensors` and `counters` of another trainer of the same settings were taken, bit for bit.
         ValueError for tensors of another length or dtype."""
         t = self.weights.trained
         assert t is not None
-        for name, mine in self.tensors().items():
-            given = tensors[name]
-            if given.shape != mine.shape or given.dtype != mine.dtype:
-                raise ValueError(
-                    f"Trainer.restore: {name}: got {list(given.shape)} {given.dtype}; "
-                    f"expected {list(mine.shape)} {mine.dtype}; restore into a trainer of the same settings"
-                )
+        check_state("Trainer", self.tensors(), tensors)
         self.weights.load_state(tensors["master"])
         t.m.copy_(tensors["m"])
         t.v.copy_(tensors["v"])
-        for name in ("step", "skipped", "in_row", "scale"):
-            getattr(self.state, name).fill_(counters[name])
+        restore_counters(self.state, counters)
 
 
 @dataclass

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import signal
 from pathlib import Path
 
 import pytest
+import stopped as stopped_at
 import torch
+from stopped import files, lines, same
 
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.recipes import heal, heal_loop, heal_plan
@@ -19,8 +21,6 @@ from cortiq_kernels.recipes.stopping import Stopped
 from cortiq_kernels.report.runlog import RunLog, read_log
 from cortiq_kernels.step import Trainer
 
-TIMES = ("time", "seconds", "tokens_per_s", "left_s", "seconds_per_step", "tokens_per_second", "teacher_seconds")
-
 
 @pytest.fixture
 def cfg(world, tmp_path) -> HealConfig:
@@ -30,42 +30,7 @@ def cfg(world, tmp_path) -> HealConfig:
     )  # fmt: skip
 
 
-def go(cfg: HealConfig, stop_at: tuple[str, int] | None = None) -> list[dict]:
-    """Run with a log beside the output; at event `stop_at` (kind, step) SIGTERM arrives. The events."""
-    events: list[dict] = []
-
-    def watch(event: dict) -> None:
-        events.append(event)
-        if stop_at and (event["event"], event.get("step")) == stop_at:
-            signal.raise_signal(signal.SIGTERM)
-
-    with RunLog(cfg.out.with_name(cfg.out.name + ".log.jsonl"), {"recipe": "heal"}) as log:
-
-        def both(event: dict) -> None:
-            log(event)
-            watch(event)
-
-        report = heal.run(cfg, both)
-        log({"event": "done", **dataclasses.asdict(report)})
-    return events
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
-
-
-def lines(cfg: HealConfig) -> list[dict]:
-    """The log's training and what came after it, without times."""
-    log = read_log(cfg.out.with_name(cfg.out.name + ".log.jsonl"))
-    assert [e["event"] for e in log[:2]] == ["start", "plan"]
-    kept = [e for e in log if e["event"] in ("step", "eval", "skip", "write", "done", "error")]
-    return [{k: v for k, v in e.items() if k not in (*TIMES, "out", "notes")} for e in kept]
-
-
-def same(a: HealConfig, b: HealConfig) -> None:
-    assert files(a.out) == files(b.out)
-    assert lines(a) == lines(b)
-    assert not CheckpointDir(b.out).path.exists()
+go = functools.partial(stopped_at.go, heal)
 
 
 CASES = {
