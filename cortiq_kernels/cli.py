@@ -1,4 +1,4 @@
-"""The command line: `cortiq masks | capture | fold | heal | score`, `cortiq report` and `cortiq env`.
+"""The command line: `cortiq bake | masks | capture | fold | heal | score`, `cortiq report` and `cortiq env`.
 
     cortiq heal --student fold/ --teacher source/ --data records.jsonl --out healed/
     cortiq heal --config heal.toml --lr 2e-5 --dry-run
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from cortiq_kernels import cli_config, cli_flags
 from cortiq_kernels._version import __version__
 from cortiq_kernels.cli_flags import Flags
+from cortiq_kernels.recipes.bake_config import BakeConfig
 from cortiq_kernels.recipes.capture_config import CaptureConfig
 from cortiq_kernels.recipes.errors import TrainingFailed
 from cortiq_kernels.recipes.fold_config import FoldConfig
@@ -47,6 +48,7 @@ class Recipe(NamedTuple):
 
 _PACKAGE = "cortiq_kernels.recipes."
 RECIPES = {  # in the order of use
+    "bake": Recipe(BakeConfig, _PACKAGE + "bake:run", _PACKAGE + "bake_plan:plan_bake"),
     "masks": Recipe(MasksConfig, _PACKAGE + "masks:run", _PACKAGE + "masks_plan:plan_masks"),
     "capture": Recipe(CaptureConfig, _PACKAGE + "capture:run", _PACKAGE + "capture:plan_capture"),
     "fold": Recipe(FoldConfig, _PACKAGE + "fold:run", _PACKAGE + "fold:plan_fold"),

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from cortiq_kernels import backend
+from cortiq_kernels.data.batches import Batch
 from cortiq_kernels.data.order import HEAL_SEED, Shuffler
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.recipes.checkpoint import Best
 from cortiq_kernels.recipes.heal_plan import HealPlan
-from cortiq_kernels.recipes.heal_targets import HealTargets, Taught
+from cortiq_kernels.recipes.heal_targets import HealTargets
 from cortiq_kernels.recipes.logged import Logged
 from cortiq_kernels.recipes.prefix import PrefixCache
 from cortiq_kernels.recipes.saver import Saver
@@ -36,13 +37,26 @@ def row_multiple(n: int) -> int:
     return max(ROW_MULTIPLE, -(-n // (16 * ROW_MULTIPLE)) * ROW_MULTIPLE)
 
 
+class Fed(Protocol):
+    """What a plan says of its batches."""
+
+    @property
+    def batches(self) -> Sequence[Batch]: ...
+    @property
+    def device(self) -> backend.DeviceChoice: ...
+    @property
+    def dtype(self) -> backend.DtypeChoice: ...
+    @property
+    def n(self) -> int: ...
+
+
 class Feed:
     """`feed[i]`: batch i of the plan (train, then val) with its targets and prefix stream, on the device.
 
     What will be asked for next is copied there while the device works on something else: `ahead`, `each`.
     """
 
-    def __init__(self, plan: Taught, targets: HealTargets, prefix: PrefixCache | None = None):
+    def __init__(self, plan: Fed, targets: HealTargets, prefix: PrefixCache | None = None):
         self.batches, self.targets, self.prefix = plan.batches, targets, prefix
         self.device, self.dtype = plan.device.device, plan.dtype.dtype
         self.multiple = row_multiple(plan.n)

@@ -2,10 +2,16 @@
 
     width    neurons alive (at least 1), rounded up to a multiple of `align`, at most F
     uniform  the largest of these over all layers, for all (at most the narrowest F)
+
+In a looped stack every visit of a layer has its own mask, and the layer holds what any visit keeps, rounded up again.
+A neuron that n visits can use starts so that their gates multiply to what one gate starts at, σ(2):
+
+    init logit = logit(σ(2)^(1/n))        2.000000, 2.725383, 3.141518 for 1, 2, 3
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +19,12 @@ from torch import Tensor
 
 from cortiq_kernels.recipes.repair import keep_top
 from cortiq_kernels.step.gates import open_gates
+
+
+def mask_init_logit(loops: int) -> float:
+    """The logit that a gate starts with in a stack of `loops` passes."""
+    s = (1 / (1 + math.exp(-2.0))) ** (1 / loops)
+    return math.log(s) - math.log1p(-s)
 
 
 def keep_widths(alive: Sequence[int], widths: Sequence[int], align: int, uniform: bool) -> list[int]:
@@ -29,3 +41,18 @@ def keep_masks(logits: Sequence[Tensor], tau: float, align: int, uniform: bool) 
         torch.zeros(len(m), dtype=torch.bool, device=m.device).index_fill_(0, keep_top(m, n), True)
         for m, n in zip(logits, counts, strict=True)
     ]
+
+
+def keep_neurons(
+    kept: Sequence[Tensor], logits: Sequence[Tensor], layers: int, align: int, uniform: bool
+) -> list[Tensor]:
+    """The neurons that each of `layers` physical layers holds, ascending int64: what any of its visits keeps, and the
+    largest logits of any visit to fill up. `kept` [F] bool and `logits` [F] of each virtual layer; of one pass the
+    result is `kept` as it is.
+    """
+    if len(kept) == layers:
+        return [k.nonzero().flatten() for k in kept]
+    unions = [torch.stack(list(kept[i::layers])).any(0) for i in range(layers)]
+    best = [torch.stack(list(logits[i::layers])).amax(0) for i in range(layers)]
+    counts = keep_widths([int(u.sum()) for u in unions], [len(u) for u in unions], align, uniform)
+    return [keep_top(torch.where(u, torch.inf, b), n) for u, b, n in zip(unions, best, counts, strict=True)]

@@ -229,6 +229,10 @@ def plan_masks(cfg: MasksConfig) -> MasksPlan:
 
 def steps_in(cfg: MasksConfig, dtype: backend.DtypeChoice) -> backend.DtypeChoice:
     """The working dtype of the steps: at least float32 with precision "strict"."""
-    if cfg.precision == "fast" or dtype.dtype in (torch.float32, torch.float64):
-        return dtype
-    return backend.DtypeChoice(torch.float32, "precision strict")
+    return dtype if cfg.precision == "fast" else at_least_f32(dtype, "precision strict")
+
+
+def at_least_f32(dtype: backend.DtypeChoice, why: str) -> backend.DtypeChoice:
+    """float32 in place of 16 bit, for gradients of gates: rounded operands close other neurons."""
+    exact = dtype.dtype in (torch.float32, torch.float64)
+    return dtype if exact else backend.DtypeChoice(torch.float32, why)

@@ -60,10 +60,20 @@ def line(e: dict[str, Any]) -> str | None:
         closed = f"; {e['pruned']:.1%} closed, pressure {e['l1']:.4g}" if "pruned" in e else ""
         if e["best_step"] is None:
             best = "none so far" if e["step"] else "all open"
+        closed += baked(e) if "perplexity" in e else ""
         return f"held-out {e['loss_name']} {number(e['loss'])} after step {e['step']}/{e['of']} ({best}){closed}"
     if kind == "write":
         return f"writing {e['out']}"
     return None
+
+
+def baked(e: dict[str, Any]) -> str:
+    """What an evaluation of bake says besides."""
+    text = f"; perplexity {number(e['perplexity'], 3)}, lowest so far {number(e['bottom'], 3)}"
+    if e.get("newly"):
+        more = f" and {e['newly'] - len(e['closed'])} more" if e["newly"] > len(e["closed"]) else ""
+        text += f"; newly closed {', '.join(e['closed'])}{more}"
+    return text + (f"; {e['resurrected']} kept by align" if e.get("resurrected") else "")
 
 
 def tick_numbers(e: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from cortiq_kernels.report.chart import Mark, bar_chart, line_chart
 from cortiq_kernels.report.console import clean, number, seconds
 from cortiq_kernels.report.history import History
-from cortiq_kernels.report.results import count, size, widths_text
+from cortiq_kernels.report.results import count, kept_text, size, widths_text
 from cortiq_kernels.report.runlog import LogError
 from cortiq_kernels.report.style import STYLE
 
@@ -47,7 +47,7 @@ def _page(h: History) -> str:
         f"<p class='where'>{escape(str(out))}</p>" if out else "",
         "</header>",
         _facts(_headline(h)),
-        *{"heal": _heal, "fold": _fold, "score": _score, "capture": _capture, "masks": _masks}.get(
+        *{"heal": _heal, "fold": _fold, "score": _score, "capture": _capture, "masks": _masks, "bake": _bake}.get(
             h.recipe, lambda h: []
         )(h),
         _notes(h.notes),
@@ -88,6 +88,16 @@ def _headline(h: History) -> list[Row]:
             ("closed", closed + (f" (target {h.plan['target']:.1%})" if "target" in h.plan else "")),
             ("steps", f"{h.last_step:,}" + (f", {len(h.skips)} skipped" if h.skips else "")),
             ("seconds a step", number(r["seconds_per_step"], 3) if r else _mean(h.seconds)),
+            ("in all", seconds(r["seconds"]) if r else ""),
+        ]
+    if h.recipe == "bake":
+        ended: list[Row] = [("held-out perplexity, backbone", perplexity(h.evaluations[0][1]))] if h.evaluations else []
+        if r:
+            ended += [(k, number(r[k], 3)) for k in ("masked", "overlaid")]
+            ended += [("closed", f"{r['pruned']:.1%}"), ("MLP width", f"{r['width_before']} to {kept_text(r['kept'])}")]
+        return [
+            *ended,
+            ("steps", f"{h.last_step} of {h.of}" + (f", {len(h.skips)} skipped" if h.skips else "")),
             ("in all", seconds(r["seconds"]) if r else ""),
         ]
     if h.recipe == "fold" and r:
@@ -161,8 +171,61 @@ def _masks(h: History) -> list[str]:
     ]  # fmt: skip
     rows = [(f"{d:,}", f"{h.pressure[d]:.4g}", f"{y:.2%}", number(h.held[d])) for d, y in closed]
     charts.append(_details("Evaluations as a table", ("after step", "pressure l1", "closed", f"held-out {name}"), rows))
-    kept = [(str(i), f"{k:,}") for i, k in enumerate(h.result.get("kept", []))]
-    return [*charts, _details("Open gates by layer", ("layer", "open"), kept)]
+    return [*charts, *_kept(h, "kept", "Open gates by layer")]
+
+
+def _kept(h: History, key: str, title: str) -> list[str]:
+    """Bars of what each layer keeps, and how much it gave up."""
+    kept, widths = h.result.get(key, []), h.plan["model"]["ffn"] if h.result.get(key) else 0
+    have = [widths if isinstance(widths, int) else widths[i % len(widths)] for i in range(len(kept))]
+    lost = sorted(((f - k, i) for i, (k, f) in enumerate(zip(kept, have, strict=True))), key=lambda x: (-x[0], x[1]))
+    if not kept:
+        return []
+    most = [f"layer {i} {n:,}" for n, i in lost[:3] if n]
+    about = f"Neurons that stay, of {max(have):,}. "
+    about += f"Given up most: {', '.join(most)}." if most else "No layer gave up any."
+    bars = [(str(i), float(k)) for i, k in enumerate(kept)]
+    rows = [(i, f"{k:,}", f"{f - k:,}", f"{1 - k / f:.1%}") for i, (k, f) in enumerate(zip(kept, have, strict=True))]
+    return [
+        bar_chart("kept", title, about, bars, "neurons"),
+        _details(f"{title}, as a table", ("layer", "stay", "given up", "share given up"), rows),
+    ]
+
+
+def _bake(h: History) -> list[str]:
+    """Both phases on one axis of steps: in phase B the mask stays as it is."""
+    best, last = h.best, h.of or h.last_step
+    held = [(d, perplexity_of(y)) for d, y in h.evaluations]
+    first, began = h.settings.get("steps_a", last), [y for _, y in h.pruned.items()]
+    charts = [
+        line_chart("closed", "Closed neurons", f"Share of all, as exported, {_span(began)}.", list(h.pruned.items()),
+                   last=last, unit="share", log=False, dots=True),
+        line_chart(
+            "held", "Held-out perplexity, hard gates",
+            f"Phase A up to step {first}, then phase B with the chosen mask. NLL: {_evaluated(h)}.", held, last=last,
+            unit="perplexity", dots=True,
+            mark=Mark(best[0], perplexity_of(best[1]), f"chosen: {perplexity(best[1])} at step {best[0]}")
+            if best else None,
+        ),
+        line_chart("loss", "Training NLL", "Of the chunk of each step: soft gates in phase A, hard ones in phase B.",
+                   h.losses, last=last, unit="NLL (nat a token)"),
+        line_chart("norm", "Gradient norm |g|", "Before clipping, of the gates, then of the weights.", h.norms,
+                   last=last, unit="|g|", ticks_at=[s["step"] for s in h.skips],
+                   ticks_text=f"{len(h.skips)} skipped steps, marked at the bottom" if h.skips else ""),
+    ]  # fmt: skip
+    rows = [(f"{d:,}", f"{h.pressure[d]:.4g}", f"{y:.2%}", perplexity(h.held[d])) for d, y in h.pruned.items()]
+    head = ("after step", "pressure l1", "closed", "held-out perplexity")
+    return [*charts, _details("Evaluations as a table", head, rows), *_kept(h, "kept", "Neurons by layer")]
+
+
+def perplexity_of(loss: float) -> float:
+    """exp of a mean loss; NaN where it has none."""
+    return math.exp(loss) if loss < 700 else math.nan
+
+
+def perplexity(loss: float) -> str:
+    """The same for people."""
+    return number(perplexity_of(loss), 3)
 
 
 def _fold(h: History) -> list[str]:
@@ -234,7 +297,9 @@ def _inputs(plan: Mapping[str, Any]) -> list[Row]:
     return rows + [(_words(k), _text(plan[k])) for k in _PLANNED if k in plan]
 
 
-_PLANNED = ("loss", "topk", "trained_parameters", "steps", "steps_per_epoch", "tokens_per_step", "prefix", "width")
+_PLANNED = (
+    "loss", "topk", "trained_parameters", "steps", "steps_per_epoch", "tokens_per_step", "phases", "prefix", "width",
+)  # fmt: skip
 
 
 def _memory(plan: Mapping[str, Any]) -> list[tuple[str, int]]:

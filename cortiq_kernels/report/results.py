@@ -50,7 +50,8 @@ def plan_text(plan: dict[str, Any]) -> str:
         )
         if "target" in plan:
             lines.append(f"  {'target':16}{plan['target']:.1%} of the gates closed; evaluations {plan['evaluations']}")
-        lines += [f"  {k:16}{plan[k]}" for k in ("prefix", "targets", "activations", "checkpoint") if k in plan]
+        said = ("phases", "prefix", "targets", "activations", "checkpoint")
+        lines += [f"  {k:16}{plan[k]}" for k in said if k in plan]
     if "width" in plan:
         lines.append(f"  {'width':16}{plan['width']}: {count(plan['parameters_after'])} parameters remain")
     lines += [f"  {k:16}{plan[k]}" for k in ("passes", "file") if k in plan]
@@ -93,9 +94,10 @@ def model_text(m: dict[str, Any]) -> str:
 
 def result_text(name: str, cfg: Any, report: dict[str, Any], files: Sequence[str]) -> str:
     """The end of a run; `files`: its log and page, where there are any."""
-    lines = [f"note: {note}" for note in report["notes"]] if name in ("capture", "fold") else []
+    lines = [f"note: {note}" for note in report["notes"]] if name in ("bake", "capture", "fold") else []
     made = {
         "capture": capture_lines, "heal": heal_lines, "score": score_lines, "fold": fold_lines, "masks": masks_lines,
+        "bake": bake_lines,
     }  # fmt: skip
     lines += made[name](cfg, report)
     if files:
@@ -151,10 +153,33 @@ def masks_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
     return [head, speed, f"wrote {r['out']}; {follows}"]
 
 
+def bake_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
+    """What baking came to."""
+    head = f"baked: {r['pruned']:.1%} of the neurons closed"
+    head += f" (target {r['target']:.1%}{'' if r['reached'] else ', not reached'})" if r["target"] else ""
+    head += f"; held-out perplexity {number(r['backbone'], 3)} of the backbone, {number(r['masked'], 3)} masked, "
+    head += f"{number(r['overlaid'], 3)} overlaid"
+    trained = r["trained_layers"]
+    tuned = f"layers {trained[0]} to {trained[-1]} tuned" if trained else "no weight changed"
+    sizes = f"{count(r['parameters_before'])} -> {count(r['parameters_after'])} parameters"
+    made = f"MLP width {r['width_before']} -> {kept_text(r['kept'])}, {sizes}; {tuned}"
+    score = f"next: {command('score', '--models', str(cfg.model), r['out'], '--data', str(cfg.data))}"
+    if r.get("already_done"):
+        return [f"already done: {head}", made, f"{r['out']} is as it was; {score}"]
+    pace = f"{r['seconds_per_step_a']:.2f} s/step in phase A, "
+    pace += f"{r['seconds_per_step_b']:.2f} in phase B, " if r["steps_b"] else ""
+    pace += f"{seconds(r['seconds'])} in all" + (f", {r['skipped']} steps skipped" if r["skipped"] else "")
+    return [head, made, pace, f"wrote {r['out']} and {r['masks']}; {score}"]
+
+
+def kept_text(kept: Sequence[int]) -> str:
+    """Widths of layers in words."""
+    return str(kept[0]) if min(kept) == max(kept) else f"{min(kept)} to {max(kept)} (per layer)"
+
+
 def widths_text(r: dict[str, Any]) -> str:
     """The widths of a fold's result."""
-    low, high = min(r.get("widths", [r["width"]])), r["width"]
-    return str(high) if low == high else f"{low} to {high} (per layer)"
+    return kept_text(r.get("widths", [r["width"]]))
 
 
 def fold_lines(cfg: Any, r: dict[str, Any]) -> list[str]:
