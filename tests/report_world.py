@@ -30,5 +30,10 @@ def masks(model: Path, data: Path, out: Path, *more: object) -> tuple:
     return ("masks", "--model", model, "--data", data, "--out", out, *SMALL, "--max-steps", "4", "--topk", "8", *more)
 
 
+def bake(model: Path, data: Path, out: Path, *more: object) -> tuple:
+    fast = ("--steps-a", "4", "--steps-b", "4", "--eval-every", "2", "--chunk", "4", "--held", "2", "--calib", "12")
+    return ("bake", "--model", model, "--data", data, "--out", out, "--device", "cpu", *fast, "--align", "4", *more)
+
+
 def score(model: Path, data: Path, *more: object) -> tuple:
     return ("score", "--models", model, "--data", data, *SMALL, *more)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from directories import cortiq, records, refused, snapshot, tensors_of, write_dir
-from report_world import CONFIG, ROWS, TRAIN, capture, fold, heal, masks, score
+from report_world import CONFIG, ROWS, TRAIN, bake, capture, fold, heal, masks, score
 
 from cortiq_kernels import cli
 from cortiq_kernels.recipes.settings import flag_of, kinds, optional
@@ -69,6 +69,7 @@ def place(tmp_path_factory) -> Path:
 
 def command(recipe: str, place: Path) -> list[str]:
     whole = {
+        "bake": bake(place / "m", place / "d.jsonl", place / "o"),
         "heal": heal(place / "m", place / "d.jsonl", place / "o", "--teacher", place / "t", "--ce", "0"),
         "fold": fold(place / "m", place / "d.jsonl", place / "o"),
         "capture": capture(place / "m", place / "d.jsonl", place / "o"),

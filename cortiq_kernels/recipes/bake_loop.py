@@ -159,17 +159,16 @@ class Loop(Training):
 
     def step(self) -> None:
         began = time.perf_counter()
-        micro, rate, phase, first = self._micro(self.done + self.skipped), self.cfg.lr_a, "A", True
+        trainer: GateTrainer | Trainer
         if self.gates is not None:
-            trainer: GateTrainer | Trainer = self.gates.trainer
-            self.gates.gradients(micro)
+            trainer, rate, phase = self.gates.trainer, self.cfg.lr_a, "A"
+            self.gates.gradients(self._micro(self.done + self.skipped))
         else:
             assert self.tune is not None
-            trainer, phase, i = self.tune.trainer, "B", self.done - self.cfg.steps_a
+            trainer, i, phase = self.tune.trainer, self.done - self.cfg.steps_a, "B"
             loops = self.plan.model.geometry.num_loops
             rate = self.cfg.lr_b * 0.5 * (1 + math.cos(math.pi * i / self.cfg.steps_b)) / loops
-            micro, first = self._micro(i + self.skipped - self._earlier), False
-            trainer.gradients([micro])
+            trainer.gradients([self._micro(i + self.skipped - self._earlier)])
         with self.changing():
             if isinstance(trainer, Trainer):
                 trainer.apply(rate)
@@ -178,7 +177,7 @@ class Loop(Training):
             stats = trainer.read()
             seconds = time.perf_counter() - began
             self.step_seconds += seconds
-            self.seconds_b += 0.0 if first else seconds
+            self.seconds_b += seconds if phase == "B" else 0.0
             self.skipped = self._earlier + stats.skipped
             if not stats.ok:
                 self._skip(stats)

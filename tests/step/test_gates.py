@@ -10,7 +10,7 @@ from plain_model import attention, gdn, kd_loss, rms
 from tiny import batch, geometry, targets
 
 from cortiq_kernels.model.weights import Weights
-from cortiq_kernels.step import Buffers, GateTrainer, Micro
+from cortiq_kernels.step import Buffers, GateTrainer, Micro, Trainer
 from cortiq_kernels.step.gates import by_layer, open_gates
 from cortiq_kernels.step.loss import Targets
 from cortiq_kernels.step.memory import train_bytes
@@ -227,3 +227,24 @@ def test_every_visit_of_a_looped_stack_has_its_own_gates():
     loss = kd_loss({n: w[n] for n in w.names}, g, b, t.ids, t.probs, by_layer(torch.sigmoid(leaf), g))
     (loss + 3.0 * torch.sigmoid(leaf).mean()).backward()
     assert (tr.grad - leaf.grad).abs().max() <= 1e-8 * leaf.grad.abs().max()
+
+
+def test_weights_of_mlps_under_hard_masks_against_autograd():
+    """`Trainer` with masks and no backward of the mixers: the gradient of gate, up and down in the same graph, exactly
+    0 for neurons that are closed."""
+    g, w, b, t = frozen("gdn_and_attention", train="mlp")
+    gen = torch.Generator().manual_seed(3)
+    masks = {i: (torch.rand(f, generator=gen) > 0.4).double() for i, f in enumerate(g.intermediate)}
+    tr = Trainer(w, b.tokens.numel(), b.max_seqlen, masks=masks, mixers_from=g.n_virtual)
+    loss = tr.gradients([Micro(b, t)])
+    p = {n: w[n].clone() for n in w.names}
+    leaves = {n: p[n].requires_grad_() for n in p if w.trains(n)}
+    want = ffn_loss(p, g, b, t, masks)[0]
+    assert float(loss) == pytest.approx(float(want.detach()), rel=1e-10)
+    want.backward()
+    assert sorted(leaves) == sorted(f"layers.{i}.{part}" for i in range(3) for part in ("down", "gate_up"))
+    for name, leaf in leaves.items():
+        assert (w.grad(name) - leaf.grad).abs().max() <= 1e-8 * leaf.grad.abs().max()
+        closed = masks[int(name.split(".")[1])] == 0
+        dead = w.grad(name)[:, closed] if "down" in name else w.grad(name)[closed.repeat(2)]
+        assert closed.any() and not dead.any()
