@@ -85,7 +85,7 @@ def test_printing_refuses_what_a_run_would(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("[heel]\nlr = 1", "got an unknown table; expected masks, capture, fold, heal, score. Did you mean [heal]?"),
+    ("[heel]\nlr = 1", "got an unknown table; expected bake, masks, capture, fold, heal, score. Did you mean [heal]?"),
     ("[score]\nbatch = 1", "got no table [heal], only [score]; expected settings of heal"),
     ("lr = 1\n[heal]\nlr = 2", "got lr outside of the tables"),
     ("train-from = 1\ntrain_from = 2", "train_from: got a setting for the second time"),

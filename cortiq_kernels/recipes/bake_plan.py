@@ -69,6 +69,11 @@ class BakePlan:
         return Joined(self.calib, self.held)
 
     @property
+    def n(self) -> int:
+        """Tokens of a step."""
+        return self.cfg.chunk
+
+    @property
     def steps_b(self) -> int:
         """Steps of phase B."""
         return 0 if self.train_from is None else self.cfg.steps_b
@@ -156,7 +161,7 @@ class BakePlan:
         plain = plan_layout(g)
 
         def phase(
-            weights: int, more: int, dtype: torch.dtype, eval_dtype: torch.dtype, **trains: int
+            weights: int, more: int, dtype: torch.dtype, eval_dtype: torch.dtype, **trains: Any
         ) -> dict[str, int]:
             step = train_bytes(
                 g, cfg.chunk, cfg.chunk, cfg.chunk, dtype, device.type, first=0, mixers_from=g.n_virtual, **trains

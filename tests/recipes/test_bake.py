@@ -293,7 +293,8 @@ def test_evaluations_say_what_happened(cfg):
     for e, t in zip(held[1:6], report.trace, strict=True):
         assert (e["l1"], e["pruned"], e["resurrected"]) == (t["l1"], t["pruned"], t["resurrected"])
         assert e["perplexity"] == pytest.approx(math.exp(e["loss"])) and e["raw_pruned"] >= e["pruned"]
-        assert e["resurrected"] == round((e["raw_pruned"] - e["pruned"]) * 120) and len(e["closed"]) == min(32, e["newly"])
+        assert e["resurrected"] == round((e["raw_pruned"] - e["pruned"]) * 120)
+        assert len(e["closed"]) == min(32, e["newly"])
     assert sum(e["newly"] for e in held[1:6]) >= report.pruned_raw * 120
     assert any(e["resurrected"] for e in held[1:6]) and held[-1]["bottom"] == min(e["perplexity"] for e in held)
     names = [name for e in held[1:6] for name in e["closed"]]

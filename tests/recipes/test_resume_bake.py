@@ -134,7 +134,7 @@ def test_another_setting_is_refused_by_name_and_a_checkpoint_without_resume(cfg)
     with pytest.raises(Stopped):
         go(cfg, ("step", 3))
     before = files(CheckpointDir(cfg.out).path)
-    with pytest.raises(InputError, match=r"bake: out: got the checkpoint .* \(step 3 of 21\); expected none. Add --resum"):
+    with pytest.raises(InputError, match=r"out: got the checkpoint .* \(step 3 of 21\); expected none. Add --resum"):
         bake.run(cfg)
     again = dataclasses.replace(cfg, resume=True)
     for change, words in (

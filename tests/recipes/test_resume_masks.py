@@ -85,6 +85,7 @@ def test_skipped_steps_go_on(cfg, monkeypatch):
 
 def test_evaluations_stay_in_the_dtype_that_they_were_in(cfg, monkeypatch):
     """What is free decides whether a second copy is held; a resumed run goes on as it began."""
+    cfg = dataclasses.replace(cfg, activations="cheap")
     monkeypatch.setattr(backend, "pick_dtype", lambda request, device: backend.DtypeChoice(torch.bfloat16, "forced"))
     calm, again = dataclasses.replace(cfg, out=cfg.out.with_name("calm")), dataclasses.replace(cfg, resume=True)
     go(calm)
