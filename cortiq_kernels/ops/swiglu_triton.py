@@ -8,11 +8,12 @@ A program owns a strip of COLS columns and walks down STEPS tiles of ROWS rows, 
 registers [ROWS, COLS] until the end and leaves as one row of the parts; no atomics, and the order of every sum follows
 from N, F and the launch configuration alone. The next tile is on its way while this one is worked on. A tile is read
 before it is written, and no other program touches it: outputs may lie on inputs, as swiglu.py says.
-Programs are numbered along the columns first, so that those of a wave lie in the same rows. (Starting at the last rows,
-which the product before has just written, and giving up what is read as the first to leave the L2 cache, were tried
-within the MLP: neither is faster.) A forward without sums has a tile a program and a configuration of its own. Loads are 16 bytes wide
-where F and the row strides are multiples of 16 elements and the memory begins at 16 bytes (every buffer of the step
-does); else they are narrower, and the kernels slower. Row pointers are 64-bit, offsets within a tile 32-bit.
+Programs are numbered along the columns first, so that those of a wave lie in the same rows. Starting at the last rows,
+which the product before has just written, and giving up first in the L2 cache what is read for the last time, were
+tried within the MLP on an H200: neither is faster. A forward without sums has a tile a program, and a configuration of
+its own. Loads are 16 bytes wide where F and the row strides are multiples of 16 elements and the memory begins at 16
+bytes (every buffer of the step does); else they are narrower, and the kernels slower. Row pointers are 64-bit, offsets
+within a tile 32-bit.
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ def small_tiles():
     with contextlib.ExitStack() as stack:
         for size in (16, 32):
             for kernel, config in tiles.items():
-                stack.enter_context(
-                    configs.trying("swiglu", size, kernel, {**config, "num_warps": 1, "num_stages": 1})
-                )
+                stack.enter_context(configs.trying("swiglu", size, kernel, {**config, "num_warps": 1, "num_stages": 1}))
         yield
 
 
