@@ -11,7 +11,6 @@ bench/ops/mlp.py comes first; where it is red nothing is measured and the exit s
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,15 +21,13 @@ import torch
 
 from bench.ops import mlp
 from bench.peers import builders
-from bench.registry import Call, Calls, Inputs, Results
+from bench.registry import Calls, Inputs
 from bench.report import headline, pick_device, results_path, write_json
 from bench.run import with_total
 from bench.verify import gate
 from cortiq_kernels.backend import DTYPES
-from cortiq_kernels.ops import configs
 
 FLOOR, OURS, HALF = "matrix products", "cortiq_kernels", "cortiq_kernels, half of the neurons"
-CACHE = [f"UP={up} LAST_USE={last}" for up in (0, 1) for last in (0, 1)]
 Thunk = Callable[[], object]
 
 
@@ -76,8 +73,6 @@ def measure_shape(sizes: Mapping[str, int], dtype: torch.dtype, device: torch.de
         OURS: with_total(mlp.calls(t, sizes)),
         HALF: with_total(mlp.calls(halved(t), sizes)),
     }
-    if args.cache and device.type == "cuda":  # a CPU has no passes to choose for
-        built |= {f"{OURS} {choice}": with_choice(built[OURS], dtype, choice) for choice in CACHE}
     if args.peers:
         for who, build in builders(mlp.ENTRY).items():
             try:
@@ -91,23 +86,6 @@ def measure_shape(sizes: Mapping[str, int], dtype: torch.dtype, device: torch.de
             ratio = median(a / b for a, b in zip(mine, times[FLOOR], strict=True))
             dense = median(a / b for a, b in zip(mine, times[OURS], strict=True))
             yield {"part": part, "who": who, "median_ms": median(mine), "of_products": ratio, "of_ours": dense}
-
-
-def with_choice(calls: Calls, dtype: torch.dtype, choice: str) -> Calls:
-    """The calls with a `CACHE` choice in the passes' launch configurations."""
-    more, bits = {k: int(v) for k, v in (pair.split("=") for pair in choice.split())}, 8 * dtype.itemsize
-
-    def wrapped(call: Call) -> Call:
-        def run() -> Results:
-            with contextlib.ExitStack() as stack:
-                for kernel in ("fwd", "bwd"):
-                    config = {**configs.launch("swiglu", bits, kernel), **more}
-                    stack.enter_context(configs.trying("swiglu", bits, kernel, config))
-                return call()
-
-        return run
-
-    return {part: wrapped(call) for part, call in calls.items()}
 
 
 def halved(t: Inputs) -> Inputs:
@@ -176,7 +154,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--peers", action="store_true", help="also torch eager, torch.compile and Liger")
-    parser.add_argument("--cache", action="store_true", help="also the passes' choices that are about the L2 cache")
     json_help = "write the figures to F; without F to bench/results/<device>/mlp.json"
     parser.add_argument("--json", nargs="?", const="", metavar="F", help=json_help)
     parser.add_argument("--commit", default="", help="commit to record, where there is no git checkout to ask")

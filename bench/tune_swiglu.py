@@ -3,8 +3,7 @@
 Each candidate is timed by CUDA-graph replay: the forward with a mask, the backward with a mask and dmask (its sum of
 parts included), and the sum alone. A candidate whose results differ from the shipped configuration's by more than
 rounding is left out. The best by its geometric mean over the shapes is printed as it stands in
-`cortiq_kernels/ops/configs/`. UP and LAST_USE, which matter for what is in the L2 cache before and after a pass, are
-compared within the MLP by `python -m bench.mlp --cache`.
+`cortiq_kernels/ops/configs/`.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ def candidates(bits: int) -> dict[str, list[Config]]:
             size = 32 * warps * vector * vectors
             for cols in (vector * 8, vector * 16, vector * 32, vector * 64):
                 if cols <= size <= 16 * cols:
-                    made = [_config(size // cols, cols, s, warps) for s in steps]
-                    found[kernel] += [c | {"UP": 0, "LAST_USE": 0} for c in made]
+                    found[kernel] += [_config(size // cols, cols, s, warps) for s in steps]
     for rows in (16, 32, 64, 128):
         for cols in (16, 32, 64):
             for warps in (2, 4, 8):

@@ -14,7 +14,7 @@ from bench.ops import mlp
 
 def test_rows_on_a_cpu(tmp_path, capsys):
     out = tmp_path / "mlp.json"
-    assert command.main(["--device", "cpu", "--rounds", "2", "--cache", "--json", str(out)]) == 0
+    assert command.main(["--device", "cpu", "--rounds", "2", "--json", str(out)]) == 0
     rows = json.loads(out.read_text())["results"]
     assert {r["part"] for r in rows} == {"fwd", "bwd", "fwd+bwd"}
     assert {r["who"] for r in rows} == {command.FLOOR, command.OURS, command.HALF}
