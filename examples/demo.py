@@ -1,5 +1,6 @@
 """The whole road on the small model that ships here: capture how its neurons act, fold it to half its FFN width with
-and without repair, heal the repaired fold, score all four.
+and without repair, heal the repaired fold, score all four. Then bake one kind of record into it, and see what that
+costs the others.
 
     make demo            or            python examples/demo.py [--out demo] [--device auto]
 
@@ -22,6 +23,7 @@ from rich.table import Table
 
 from cortiq_kernels import cli
 
+CATEGORY = "email"  # whose records the second part bakes
 HERE = Path(__file__).resolve().parent / "small_model"
 MARK = "cortiq-demo.json"  # says that a directory is an earlier demo's, so that the next one may replace it
 
@@ -51,14 +53,30 @@ def main() -> int:
         + ["--lr", "1e-3", "--epochs", args.epochs, *shape],
         ["score", "--models", source, cut, fold, healed, "--data", data, "--out", out / "score.json", *shape],
     ]
-    began = time.time()
-    for number, command in enumerate(commands, 1):
-        words = [str(shorten(c)) for c in command]
-        print(f"\n[{number}/{len(commands)}] $ cortiq {shlex.join(words)}", flush=True)
-        status = cli.main(words)
-        if status:
-            return status
+    baked = out / "baked"
+    skill = [
+        ["bake", "--model", source, "--data", data, "--out", baked, "--category", CATEGORY, "--target-sparsity", "0.1"]
+        + ["--l1-mult", "10", "--lr-b", "3e-4", "--align", "8", "--device", args.device],
+        ["score", "--models", source, baked, "--data", data, "--out", out / "skill.json", *shape],
+    ]
+    began, total = time.time(), len(commands) + len(skill)
+    if status := run(commands, 1, total):
+        return status
     summary(json.loads((out / "score.json").read_text()), (source, cut, fold, healed), out, time.time() - began)
+    if status := run(skill, len(commands) + 1, total):
+        return status
+    skill_summary(json.loads((out / "skill.json").read_text()))
+    print("Next, your own: cortiq capture --model MODEL_DIR --data RECORDS.jsonl --out FILE   (more: cortiq --help)")
+    return 0
+
+
+def run(commands: list[list[object]], first: int, total: int) -> int:
+    """Run commands one after another, each shown before it runs; the status of the first that fails, else 0."""
+    for number, command in enumerate(commands, first):
+        words = [str(shorten(c)) for c in command]
+        print(f"\n[{number}/{total}] $ cortiq {shlex.join(words)}", flush=True)
+        if status := cli.main(words):
+            return status
     return 0
 
 
@@ -88,7 +106,26 @@ def summary(score: dict, models: tuple[Path, ...], out: Path, seconds: float) ->
     print(f"Cutting lost {cut - source:.4f} nat a token. Repair, before any healing, won back {repaired:.0%} of it;")
     print(f"repair and healing won back {won:.0%}.")
     print(f"{seconds:.0f} s in all. Healed model: {shorten(models[-1])}   its curves: {out / 'healed.html'}")
-    print("Next, your own: cortiq capture --model MODEL_DIR --data RECORDS.jsonl --out FILE   (more: cortiq --help)")
+
+
+def skill_summary(score: dict) -> None:
+    """What baking a category cost on its own test records, and on all the others."""
+    table = Table(title=f"Baked on {CATEGORY!r}: NLL on test records")
+    for name in ("model", CATEGORY, "the other categories"):
+        table.add_column(name, justify="left" if name == "model" else "right")
+    lost = []
+    models = list(dict.fromkeys(r["model"] for r in score["rows"]))
+    for label, model in zip(("source", "baked"), models, strict=True):
+        rows = [r for r in score["rows"] if r["model"] == model and r["category"] is not None]
+        own = [r for r in rows if r["category"] == CATEGORY]
+        rest = [r for r in rows if r["category"] != CATEGORY]
+        means = [sum(r["nll"] * r["count"] for r in part) / sum(r["count"] for r in part) for part in (own, rest)]
+        table.add_row(label, *(f"{x:.4f}" for x in means))
+        lost.append(means)
+    print()
+    Console(width=100).print(table)
+    here, there = (lost[1][i] - lost[0][i] for i in range(2))
+    print(f"A tenth of the neurons closed cost {here:.4f} nat a token on {CATEGORY!r} and {there:.4f} on the others.")
 
 
 if __name__ == "__main__":
