@@ -187,8 +187,8 @@ def adam_update_kernel(
     ratio = tl.div_rn(m, below) if work == tl.float32 else m / below
     param = (param.to(work) * keep - ratio * rate).to(param_ptr.dtype.element_ty)
 
-    allowed = tl.where(tl.load(ok_ptr) != 0, left, 0)  # one comparison: Triton 3.9's interpreter has no other masks
-    written = lane < (tl.multiple_of(allowed, 16) if ALIGNED else allowed)
+    # a block first, as a block & a scalar is no mask to Triton 3.9's interpreter
+    written = inside & (tl.broadcast_to(tl.load(ok_ptr), [BLOCK]) != 0)
     tl.store(param_ptr + first + lane, param, mask=written)
     tl.store(m_ptr + first + lane, m, mask=written)
     tl.store(v_ptr + first + lane, v, mask=written)
