@@ -27,7 +27,6 @@ constexpr int kStages = 4;
 constexpr int kThreads = 384;               // a warpgroup that fetches, two that multiply
 constexpr int kShared = kStages * kStage + 1024 + 128;
 constexpr int kChain = 64;                  // stages in a sum of the matrix units: see below
-constexpr int kPieces = 8;                  // of G's tiles, asked for in as many stages
 constexpr int kLeast = 8;                   // stages in a share of a block, at least: adding it has to be worth it
 constexpr int kTurns = 4;                   // of a block: one for each warpgroup of the pair
 
@@ -256,16 +255,6 @@ __device__ __forceinline__ void pass_turn(int* turn, int reached, int group) {
         asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(reached) : "memory");
 }
 
-// Asks the L2 cache for a piece of this block's tiles of G, so that what is added to them finds them there: all blocks
-// add at about the same time, and waited for memory.
-__device__ __forceinline__ void announce(const Products& p, int i, int j, int piece) {
-    const int tiles = (p.n + 127) / 128, first = i > j ? j + 1 : j, last = min(j + 2, tiles);
-    if (i >= tiles || i > first || first >= last) return;
-    const uint32_t bytes = (last - first) * (kTile * kTile * 4 / kPieces);
-    const char* at = reinterpret_cast<const char*>(p.gram + tile_number(tiles, i, first) * (kTile * kTile));
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at + piece * bytes), "r"(bytes) : "memory");
-}
-
 // The warp that fetches.
 __device__ __forceinline__ void fetch_all(const CUtensorMap& map, const Products& p, const Deal& d, uint32_t stages,
                                           uint32_t full, uint32_t empty, int pair, uint32_t rank) {
@@ -288,10 +277,6 @@ __device__ __forceinline__ void fetch_all(const CUtensorMap& map, const Products
                 fetch_for_both(at + (2 + half) * kBox, map, barrier, b_column + half * 64, p.b_row[which] + row);
             }
             if (++stage == kStages) stage = 0, parity ^= 1;
-            const int begin = s.first + (k - s.first) / kChain * kChain, end = min(begin + kChain, s.last);
-            const int piece = k - max(begin, end - 2 * kPieces);
-            if (piece >= 0 && piece < kPieces)
-                announce(p, block_row * 2 + static_cast<int>(rank), block_column * 2, piece);
         }
     }
 }
