@@ -91,12 +91,7 @@ def gram_accumulate_cpu(
     module, why = _load()
     if module is None:
         raise RuntimeError(f"native module: got none: {why}")
-    if x.stride(1) != 1 and x.shape[1] > 1:
-        x = x.contiguous()
-    if row_index is not None:
-        row_index = row_index.to(torch.int64).contiguous()
-    if row_weight is not None:
-        row_weight = row_weight.to(torch.float32).contiguous()
+    x, row_index, row_weight = _as_read(x, row_index, row_weight)
     status = module.gram_accumulate(
         gram.data_ptr(),
         x.data_ptr(),
@@ -148,12 +143,7 @@ def gram_accumulate_cuda(
     index = x.device.index
     if module is None or (why := cuda_missing(index)):
         raise RuntimeError(f"gram: expected CUDA kernels; got none: {why if module else missing()}")
-    if x.stride(1) != 1 and x.shape[1] > 1:
-        x = x.contiguous()
-    if row_index is not None:
-        row_index = row_index.to(torch.int64).contiguous()
-    if row_weight is not None:
-        row_weight = row_weight.to(torch.float32).contiguous()
+    x, row_index, row_weight = _as_read(x, row_index, row_weight)
     if not (x.numel() if row_index is None else row_index.numel()):
         return
     arguments = (
@@ -170,6 +160,19 @@ def gram_accumulate_cuda(
     stream = torch._C._cuda_getCurrentRawStream(index)
     with torch.accelerator.device_index(index):
         module.gram_cuda(*arguments, gram.data_ptr(), workspace.data_ptr(), flag, keep, index, stream, isa or "")
+
+
+def _as_read(
+    x: Tensor, row_index: Tensor | None, row_weight: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The three as the module reads them: rows of adjacent elements, int64, float32."""
+    if x.stride(1) != 1 and x.shape[1] > 1:
+        x = x.contiguous()
+    if row_index is not None:
+        row_index = row_index.to(torch.int64).contiguous()
+    if row_weight is not None:
+        row_weight = row_weight.to(torch.float32).contiguous()
+    return x, row_index, row_weight
 
 
 @functools.cache

@@ -28,18 +28,16 @@ from cortiq_kernels.recipes.bake_config import BakeConfig
 from cortiq_kernels.recipes.bake_loop import Loop, perplexity
 from cortiq_kernels.recipes.bake_plan import MASKS, OVERLAY, BakePlan, beside, plan_bake
 from cortiq_kernels.recipes.checkpoint_dir import CheckpointDir
-from cortiq_kernels.recipes.finished import inputs_of, output_is_done, provenance_of
+from cortiq_kernels.recipes.finished import inputs_of
 from cortiq_kernels.recipes.heal_loop import Feed
 from cortiq_kernels.recipes.inputs import Progress, silent
-from cortiq_kernels.recipes.lock import check_unlocked, locked
 from cortiq_kernels.recipes.mask_file import write_masks
 from cortiq_kernels.recipes.narrow import load_narrowed, narrowed_tensors, overlay_tensors
-from cortiq_kernels.recipes.opening import known, nothing_left, opened
+from cortiq_kernels.recipes.opening import known, nothing_left, opened, run_locked
 from cortiq_kernels.recipes.outputs import write_file
 from cortiq_kernels.recipes.provenance import provenance
-from cortiq_kernels.recipes.resume import find_checkpoint
 from cortiq_kernels.recipes.saver import Saver
-from cortiq_kernels.recipes.stopping import shielded, stop_on_signals
+from cortiq_kernels.recipes.stopping import shielded
 from cortiq_kernels.recipes.targets import TrueTokens
 from cortiq_kernels.step import Evaluator
 
@@ -103,21 +101,20 @@ def run(cfg: BakeConfig, progress: Progress = silent) -> BakeReport:
     of phase A was finite, and when training does not recover; nothing is written in either case. A signal raises
     `Stopped`, with a checkpoint in OUT.resume once a step was done.
     """
-    with stop_on_signals():
-        cfg.check()
-        check_unlocked("bake", cfg.out)
-        plan = plan_bake(cfg)
-        with locked("bake", cfg.out):
-            if plan.made is not None and provenance_of(cfg.out) == plan.made:
-                text = nothing_left(plan, progress, plan.made["steps"])
-                CheckpointDir(cfg.out).remove()
-                return dataclasses.replace(_report(plan, plan.made, [text]), already_done=True)
-            done = output_is_done(cfg)  # what another run did since the plan was made
-            if not done:
-                check_destination(plan.model.path, cfg.out, 0)
-            if find_checkpoint(plan) != plan.checkpoint:
-                plan = plan_bake(cfg)
-            return _run(plan, progress, done)
+
+    def already(plan: BakePlan) -> BakeReport:
+        assert plan.made is not None
+        text = nothing_left(plan, progress, plan.made["steps"])
+        CheckpointDir(cfg.out).remove()
+        return dataclasses.replace(_report(plan, plan.made, [text]), already_done=True)
+
+    return run_locked(
+        cfg,
+        plan_bake,
+        already=already,
+        check_output=lambda plan, done: done or check_destination(plan.model.path, cfg.out, 0),
+        work=lambda plan, done: _run(plan, progress, done),
+    )
 
 
 def _run(plan: BakePlan, listener: Progress, output_done: bool) -> BakeReport:

@@ -11,7 +11,7 @@ from typing import Literal
 from cortiq_kernels.recipes.errors import need
 from cortiq_kernels.recipes.interval import parse_interval
 from cortiq_kernels.recipes.schedule import decimal
-from cortiq_kernels.recipes.settings import check_values
+from cortiq_kernels.recipes.settings import check_least, check_values
 
 FEWEST_CHUNKS = 12  # to calibrate on
 START = 1 / (1 + math.exp(-2.0))  # of every gate
@@ -94,14 +94,10 @@ class BakeConfig:
     def check(self) -> None:
         """Refuse settings that no data or model could make right; raises `InputError`."""
         check_values("bake", self)
-        least = {
+        check_least("bake", self, {
             "steps_a": 1, "steps_b": 0, "eval_every": 1, "fcd_layers": 0, "align": 1, "chunk": 2, "held": 1,
-            "calib": FEWEST_CHUNKS,
-        }  # fmt: skip
-        least_number = {"l1_init": 0.0, "l1_step": 0.0, "l1_mult": 0.0}
-        for name, low in {**least, **least_number}.items():
-            value = getattr(self, name)
-            need(value >= low, f"bake: {name}", value, f"at least {low:g}", f"Set --{name.replace('_', '-')}.")
+            "calib": FEWEST_CHUNKS, "l1_init": 0, "l1_step": 0, "l1_mult": 0,
+        })  # fmt: skip
         for name in ("lr_a", "lr_b"):
             value = getattr(self, name)
             need(value > 0, f"bake: {name}", value, "more than 0", f"Set --{name.replace('_', '-')}.")

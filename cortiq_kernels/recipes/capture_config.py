@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from cortiq_kernels.recipes.errors import need
-from cortiq_kernels.recipes.settings import check_values
+from cortiq_kernels.recipes.settings import check_least, check_values
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,6 @@ class CaptureConfig:
     def check(self) -> None:
         """Refuse settings that no data or model could make right; raises `InputError`."""
         check_values("capture", self)
-        for name, least in (("window", 2), ("batch", 1), ("max_batches", 1), ("room_mb", 1)):
-            value, flag = getattr(self, name), "--" + name.replace("_", "-")
-            need(value is None or value >= least, f"capture: {name}", value, f"at least {least}", f"Set {flag}.")
+        check_least("capture", self, {"window": 2, "batch": 1, "max_batches": 1, "room_mb": 1})
         for layer in self.layers:
             need(layer >= 0, "capture: layers", layer, "layers from 0 on", "Set --layers.")

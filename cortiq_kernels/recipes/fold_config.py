@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from cortiq_kernels.recipes.errors import need
-from cortiq_kernels.recipes.settings import check_values
+from cortiq_kernels.recipes.settings import check_least, check_values
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,7 @@ class FoldConfig:
             not self.per_layer or (self.keep is None and self.width is None and not self.widths), "fold: per_layer",
             "per_layer with a width", "one of them", "Drop --per-layer, or --keep, --width and --widths.",
         )  # fmt: skip
-        for name, least in (("align", 1), ("window", 2), ("batch", 1)):
-            value = getattr(self, name)
-            need(value >= least, f"fold: {name}", value, f"at least {least}", f"Set --{name}.")
-        need(self.width is None or self.width >= 1, "fold: width", self.width, "at least 1", "Set --width.")
-        need(self.max_batches is None or self.max_batches >= 1, "fold: max_batches", self.max_batches, "at least 1",
-             "Set --max-batches.")  # fmt: skip
+        check_least("fold", self, {"align": 1, "window": 2, "batch": 1, "width": 1, "max_batches": 1})
         need(0 < self.ridge <= 1, "fold: ridge", self.ridge, "a number in (0, 1]", "Set --ridge, for instance 1e-3.")
         looks = self.rank in ("absolute", "first_order")
         need(

@@ -26,19 +26,18 @@ from cortiq_kernels.model.hf import check_destination, write_model
 from cortiq_kernels.model.weights import Weights, check_values
 from cortiq_kernels.recipes.checkpoint_dir import CheckpointDir
 from cortiq_kernels.recipes.errors import TrainingFailed
-from cortiq_kernels.recipes.finished import inputs_of, output_is_done, provenance_of
+from cortiq_kernels.recipes.finished import inputs_of
 from cortiq_kernels.recipes.heal_config import HealConfig
 from cortiq_kernels.recipes.heal_loop import Feed, Loop
 from cortiq_kernels.recipes.heal_plan import HealPlan, plan_heal, trained_parameters
 from cortiq_kernels.recipes.heal_targets import obtain_targets
 from cortiq_kernels.recipes.inputs import Progress, Ticks, silent
-from cortiq_kernels.recipes.lock import check_unlocked, locked
-from cortiq_kernels.recipes.opening import known, nothing_left, opened
+from cortiq_kernels.recipes.opening import known, nothing_left, opened, run_locked
 from cortiq_kernels.recipes.prefix import PrefixCache, run_prefix
 from cortiq_kernels.recipes.provenance import provenance
-from cortiq_kernels.recipes.resume import find_checkpoint, rounding
+from cortiq_kernels.recipes.resume import rounding
 from cortiq_kernels.recipes.saver import Saver
-from cortiq_kernels.recipes.stopping import shielded, stop_on_signals
+from cortiq_kernels.recipes.stopping import shielded
 from cortiq_kernels.recipes.target_dir import discard_targets
 
 
@@ -79,21 +78,19 @@ def run(cfg: HealConfig, progress: Progress = silent) -> HealReport:
     output is written in either case (OUT.targets stays, for the next try). A signal raises `Stopped` (a
     KeyboardInterrupt), with a checkpoint in OUT.resume once a step was done.
     """
-    with stop_on_signals():
-        cfg.check()
-        check_unlocked("heal", cfg.out)
-        plan = plan_heal(cfg)
+
+    def check_models(plan: HealPlan) -> None:
         if plan.teacher is not None:  # the student is loaded only after the teacher has worked, perhaps for hours
             check_values(plan.student, plan.dtype.dtype)
-        with locked("heal", cfg.out):
-            if plan.made is not None and provenance_of(cfg.out) == plan.made:
-                return _already(plan, progress)
-            done = output_is_done(cfg)  # what another run did since the plan was made
-            if not done:
-                check_destination(plan.student.path, cfg.out, 0)
-            if find_checkpoint(plan) != plan.checkpoint:
-                plan = plan_heal(cfg)
-            return _run(plan, progress, done)
+
+    return run_locked(
+        cfg,
+        plan_heal,
+        already=lambda plan: _already(plan, progress),
+        check_output=lambda plan, done: done or check_destination(plan.student.path, cfg.out, 0),
+        work=lambda plan, done: _run(plan, progress, done),
+        check_models=check_models,
+    )
 
 
 def _already(plan: HealPlan, progress: Progress) -> HealReport:

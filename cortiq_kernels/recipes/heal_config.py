@@ -8,7 +8,7 @@ from typing import Literal
 
 from cortiq_kernels.recipes.errors import need, refuse
 from cortiq_kernels.recipes.interval import parse_interval
-from cortiq_kernels.recipes.settings import check_values
+from cortiq_kernels.recipes.settings import check_least, check_values
 
 
 @dataclass(frozen=True)
@@ -99,34 +99,15 @@ class HealConfig:
     def check(self) -> None:
         """Refuse settings that no data or model could make right; raises `InputError`."""
         check_values("heal", self)
-        for name, least in (
-            ("topk", 1),
-            ("window", 2),
-            ("batch", 1),
-            ("accumulate", 1),
-            ("eval_every", 1),
-            ("train_from", 0),
-        ):
-            value = getattr(self, name)
-            need(value >= least, f"heal: {name}", value, f"at least {least}", f"Set --{name.replace('_', '-')}.")
+        check_least("heal", self, {
+            "topk": 1, "window": 2, "batch": 1, "accumulate": 1, "eval_every": 1, "train_from": 0, "weight_decay": 0,
+        })  # fmt: skip
         need(self.epochs > 0, "heal: epochs", self.epochs, "more than 0", "Set --epochs.")
         need(self.lr > 0, "heal: lr", self.lr, "more than 0", "Set --lr.")
         need(0 < self.warm <= 1, "heal: warm", self.warm, "a fraction in (0, 1]", "Set --warm, for instance 0.1.")
         need(self.ce == self.ce, "heal: ce", self.ce, "a number", "Set --ce between 0 and 1.")
         parse_interval(self.checkpoint_every, "heal: checkpoint_every")
         need(self.clip >= 0, "heal: clip", self.clip, "at least 0 (0 turns clipping off)", "Set --clip.")
-        need(self.weight_decay >= 0, "heal: weight_decay", self.weight_decay, "at least 0", "Set --weight-decay.")
-        choices = (
-            ("train", ("layers", "mlp", "all")),
-            ("packing", ("records", "stream")),
-            ("loss_on", ("completion", "all")),
-            ("activations", ("auto", "keep", "cheap", "layer")),
-        )
-        for name, allowed in choices:
-            value = getattr(self, name)
-            need(
-                value in allowed, f"heal: {name}", repr(value), " | ".join(allowed), f"Set --{name.replace('_', '-')}."
-            )
         if self.train == "all" and self.train_from != 0:
             raise refuse(
                 "heal: train_from", f"{self.train_from} with train 'all'", "0", "Use --train-from 0, or --train layers."

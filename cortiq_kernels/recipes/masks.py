@@ -18,21 +18,19 @@ from typing import Any
 from cortiq_kernels import backend
 from cortiq_kernels.model.weights import check_values
 from cortiq_kernels.recipes.checkpoint_dir import CheckpointDir
-from cortiq_kernels.recipes.finished import inputs_of, output_is_done, provenance_of
+from cortiq_kernels.recipes.finished import inputs_of
 from cortiq_kernels.recipes.heal_loop import Feed
 from cortiq_kernels.recipes.heal_targets import obtain_targets
 from cortiq_kernels.recipes.inputs import Progress, silent
-from cortiq_kernels.recipes.lock import check_unlocked, locked
 from cortiq_kernels.recipes.mask_file import write_masks
 from cortiq_kernels.recipes.masks_config import MasksConfig
 from cortiq_kernels.recipes.masks_loop import Loop
 from cortiq_kernels.recipes.masks_plan import MasksPlan, plan_masks
-from cortiq_kernels.recipes.opening import known, nothing_left, opened
+from cortiq_kernels.recipes.opening import known, nothing_left, opened, run_locked
 from cortiq_kernels.recipes.outputs import check_files
 from cortiq_kernels.recipes.provenance import provenance
-from cortiq_kernels.recipes.resume import find_checkpoint
 from cortiq_kernels.recipes.saver import Saver
-from cortiq_kernels.recipes.stopping import shielded, stop_on_signals
+from cortiq_kernels.recipes.stopping import shielded
 from cortiq_kernels.recipes.target_dir import discard_targets
 from cortiq_kernels.step.gates import by_layer
 
@@ -83,20 +81,19 @@ def run(cfg: MasksConfig, progress: Progress = silent) -> MasksReport:
     does not recover. No output is written in either case (OUT.targets stays, for the next try). A signal raises
     `Stopped`, with a checkpoint in OUT.resume once a step was done.
     """
-    with stop_on_signals():
-        cfg.check()
-        check_unlocked("masks", cfg.out)
-        plan = plan_masks(cfg)
+
+    def check_models(plan: MasksPlan) -> None:
         if plan.teacher is not None:  # the model is loaded only after the teacher has worked
             check_values(plan.model, plan.step_dtype.dtype)
-        with locked("masks", cfg.out):
-            if plan.made is not None and provenance_of(cfg.out) == plan.made:
-                return _already(plan, progress)
-            done = output_is_done(cfg)  # what another run did since the plan was made
-            check_files("masks", cfg, done=done)
-            if find_checkpoint(plan) != plan.checkpoint:
-                plan = plan_masks(cfg)
-            return _run(plan, progress, done)
+
+    return run_locked(
+        cfg,
+        plan_masks,
+        already=lambda plan: _already(plan, progress),
+        check_output=lambda plan, done: check_files("masks", cfg, done=done),
+        work=lambda plan, done: _run(plan, progress, done),
+        check_models=check_models,
+    )
 
 
 def _already(plan: MasksPlan, progress: Progress) -> MasksReport:

@@ -11,7 +11,7 @@ from typing import Literal
 from cortiq_kernels.recipes.errors import need, refuse
 from cortiq_kernels.recipes.interval import parse_interval
 from cortiq_kernels.recipes.schedule import decimal
-from cortiq_kernels.recipes.settings import check_values
+from cortiq_kernels.recipes.settings import check_least, check_values
 
 MOST_PRUNED = Fraction(95, 100)
 
@@ -117,11 +117,10 @@ class MasksConfig:
     def check(self) -> None:
         """Refuse settings that no data or model could make right; raises `InputError`."""
         check_values("masks", self)
-        least = {"topk": 1, "eval_every": 1, "settle": 0, "max_steps": 1, "window": 2, "batch": 1}
-        least_number = {"l1_init": 0.0, "l1_step": 0.0, "l1_grow": 1.0}
-        for name, low in {**least, **least_number}.items():
-            value = getattr(self, name)
-            need(value >= low, f"masks: {name}", value, f"at least {low:g}", f"Set --{name.replace('_', '-')}.")
+        check_least("masks", self, {
+            "topk": 1, "eval_every": 1, "settle": 0, "max_steps": 1, "window": 2, "batch": 1, "l1_init": 0,
+            "l1_step": 0, "l1_grow": 1,
+        })  # fmt: skip
         for name in ("lr", "eps"):
             need(getattr(self, name) > 0, f"masks: {name}", getattr(self, name), "more than 0", f"Set --{name}.")
         need(

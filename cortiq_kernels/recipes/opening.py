@@ -1,16 +1,54 @@
-"""How a run that can be resumed begins: what it says of its checkpoint, and what every checkpoint of it will say."""
+"""How a run that can be resumed begins: in which order it looks and locks, what it says of its checkpoint, and what
+every checkpoint of it will say."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from cortiq_kernels import backend
 from cortiq_kernels.recipes.checkpoint_dir import CheckpointDir
+from cortiq_kernels.recipes.finished import output_is_done, provenance_of
 from cortiq_kernels.recipes.inputs import Progress
+from cortiq_kernels.recipes.lock import check_unlocked, locked
 from cortiq_kernels.recipes.logged import Logged
 from cortiq_kernels.recipes.outputs import log_path
-from cortiq_kernels.recipes.resume import Resumable, changes, identity
+from cortiq_kernels.recipes.resume import Resumable, changes, find_checkpoint, identity
+from cortiq_kernels.recipes.stopping import stop_on_signals
+
+Plan = TypeVar("Plan", bound=Resumable)
+Report = TypeVar("Report")
+
+
+def run_locked(
+    cfg: Any,
+    make_plan: Callable[[Any], Plan],
+    *,
+    already: Callable[[Plan], Report],
+    check_output: Callable[[Plan, bool], object],
+    work: Callable[[Plan, bool], Report],
+    check_models: Callable[[Plan], object] = lambda plan: None,
+) -> Report:
+    """A run under its output's lock: `work(plan, done)`, or `already(plan)` for an output that it has made before.
+
+    Everything is looked at before the lock is asked for; what another process may have changed meanwhile is looked at
+    again under it: whether the output is `done`, whether it can be written (`check_output(plan, done)`), the
+    checkpoint. A signal raises `Stopped`.
+    """
+    with stop_on_signals():
+        cfg.check()
+        check_unlocked(cfg.recipe, cfg.out)
+        plan = make_plan(cfg)
+        check_models(plan)
+        with locked(cfg.recipe, cfg.out):
+            if plan.made is not None and provenance_of(cfg.out) == plan.made:
+                return already(plan)
+            done = output_is_done(cfg)
+            check_output(plan, done)
+            if find_checkpoint(plan) != plan.checkpoint:
+                plan = make_plan(cfg)
+            return work(plan, done)
 
 
 def opened(plan: Resumable, listener: Progress) -> tuple[Logged, list[str]]:

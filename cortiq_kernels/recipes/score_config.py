@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from cortiq_kernels.recipes.errors import need
-from cortiq_kernels.recipes.settings import check_values
+from cortiq_kernels.recipes.settings import check_least, check_values
 
 SPLITS = ("train", "val", "test")
 
@@ -55,5 +55,4 @@ class ScoreConfig:
             "completion | all",
             "Set --loss-on.",
         )
-        need(self.window >= 2, "score: window", self.window, "at least 2", "Set --window.")
-        need(self.batch >= 1, "score: batch", self.batch, "at least 1", "Set --batch.")
+        check_least("score", self, {"window": 2, "batch": 1})

@@ -15,7 +15,7 @@ import os
 import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,14 @@ def check_values(recipe: str, cfg: Any, *, seeds: Sequence[str] = ("seed",)) -> 
                 raise refuse(what, repr(str(v)), expected(kind), fix)
             if isinstance(v, Path) and (why := _no_path(v)):
                 raise refuse(what, f"{str(v)[:100]!r} ({why})", expected(kind), fix)
+
+
+def check_least(recipe: str, cfg: Any, least: Mapping[str, float]) -> None:
+    """Refuse a setting below its least value (None is no setting). Raises `InputError` with the flag's name."""
+    for name, low in least.items():
+        value = getattr(cfg, name)
+        if value is not None and value < low:
+            raise refuse(f"{recipe}: {name}", value, f"at least {low:g}", f"Set {flag_of(name)}.")
 
 
 def _no_path(path: Path) -> str | None:
