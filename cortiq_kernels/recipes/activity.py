@@ -7,6 +7,7 @@ the whole backward, for the gradient of a gate s = 1 on every neuron (its activa
 
 the first-order change of the loss when a neuron goes (Molchanov et al., "Importance Estimation for Neural Network
 Pruning", 2019, a group of weights at a time), taken batch by batch so that signs do not cancel between them.
+In a looped stack the visits of a layer add up: a neuron goes from all of them.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ def measure(w: Weights, batches: Sequence[Batch], *, done: Callable[[int], None]
         seqs = Sequences.build(g, batch.cu_seqlens, t, n, rope)
 
         def add(layer: int, real: Tensor = real) -> None:
-            act = cut(buf.act, g.intermediate[layer]).index_select(0, real).to(w.acc_dtype)
-            absolute[layer] += act.abs().sum(0, dtype=torch.float64)
-            square[layer] += act.square_().sum(0, dtype=torch.float64)
+            at = g.physical(layer)
+            act = cut(buf.act, g.intermediate[at]).index_select(0, real).to(w.acc_dtype)
+            absolute[at] += act.abs().sum(0, dtype=torch.float64)
+            square[at] += act.square_().sum(0, dtype=torch.float64)
 
-        layers_forward(w, buf, embed(w, buf, batch.tokens), seqs, 0, g.n_layers, after_layer=add)
+        layers_forward(w, buf, embed(w, buf, batch.tokens), seqs, 0, g.n_virtual, after_layer=add)
         rows += len(real)
         done(k + 1)
     return Activity([s.cpu() for s in square], [a.cpu() for a in absolute], rows)
@@ -72,8 +74,8 @@ def first_order(
     g, first = w.geometry, batches[0]
     n, t = first.tokens.shape[0], first.max_seqlen
     buf, rope = Buffers(g, n, w.dtype, w.device, save_from=0, mixers_from=mixers_from(g, "full")), rope_for(w, t)
-    total = torch.zeros(sum(gate_widths(g)), dtype=torch.float64, device=w.device)
-    grad = torch.zeros_like(total, dtype=w.acc_dtype)
+    total = torch.zeros(sum(g.intermediate), dtype=torch.float64, device=w.device)
+    grad = torch.zeros(sum(gate_widths(g)), dtype=w.acc_dtype, device=w.device)
     gates, factor = torch.ones_like(grad), torch.full((), scale, dtype=torch.float32, device=w.device)
     for k, host in enumerate(batches):
         if host.weight_sum > 0:
@@ -82,6 +84,6 @@ def first_order(
             mean_loss_and_gradients(
                 w, buf, [micro], rope, factor, stop=0, masks=by_layer(gates, g), dmasks=by_layer(grad, g)
             )
-            total += grad.abs()
+            total += grad.view(g.num_loops, -1).sum(0).abs()
         done(k + 1)
-    return [part.cpu() / scale for part in by_layer(total, g).values()]
+    return [part.cpu() / scale for part in total.split(g.intermediate)]

@@ -3,7 +3,8 @@
     G_i = sum over real tokens of a aᵀ,   a = silu(gate_i x) * (up_i x), the input of layer i's down projection
 
 G_i / rows is E[a aᵀ]: its diagonal ranks neurons, and the whole of it says how the ones that stay can stand in for
-those that go (`fold --grams`). Padding never enters. How the sum is formed, in passes: capture_pass.py; the file:
+those that go (`fold --grams`). Padding never enters. In a looped stack the visits of a layer add up, for they share its
+down projection; rows stay those of one visit. How the sum is formed, in passes: capture_pass.py; the file:
 gram_file.py.
 """
 
@@ -28,7 +29,7 @@ from cortiq_kernels.recipes.capture_pass import capture, gram_bytes, layers_run,
 from cortiq_kernels.recipes.errors import need, refuse
 from cortiq_kernels.recipes.fingerprint import fingerprint
 from cortiq_kernels.recipes.gram_file import GramWriter
-from cortiq_kernels.recipes.inputs import Progress, fit_shape, geometry_summary, load_for, refuse_loops, silent
+from cortiq_kernels.recipes.inputs import Progress, fit_shape, geometry_summary, load_for, silent
 from cortiq_kernels.recipes.lock import check_unlocked, locked
 from cortiq_kernels.recipes.memory import check_fits, forward_memory
 from cortiq_kernels.recipes.outputs import check_files
@@ -106,7 +107,8 @@ class CapturePlan:
         work = max(self.widths.values()) * (min(n, 4096) * (dtype.itemsize + inside) + 512 * inside)
         m = forward_memory(g, n, self.batches.window, 0, dtype, device, work=work)
         stream = self.n_batches * n * g.hidden * dtype.itemsize
-        stream = stream if stream <= HOST_SHARE * m["host_free"] else 0
+        if g.num_loops > 1 or stream > HOST_SHARE * m["host_free"]:
+            stream = 0
         before = {**m, "peak_without_grams": m["peak"]}
         if len(self.passes(before)) == 1:
             stream = 0
@@ -154,7 +156,6 @@ def plan_capture(cfg: CaptureConfig) -> CapturePlan:
     device = backend.pick_device(cfg.device)
     dtype = backend.pick_dtype(cfg.dtype, device.device)
     model = open_model(cfg.model)
-    refuse_loops("capture", model.geometry)
     n_layers = model.geometry.n_layers
     layers = sorted(set(cfg.layers)) or list(range(n_layers))
     fix = f"Choose from 0 .. {n_layers - 1}."
@@ -170,7 +171,9 @@ def plan_capture(cfg: CaptureConfig) -> CapturePlan:
     memory = plan.memory()
     n = len(plan.passes(memory))
     if n > 1 and not memory["residual"]:
-        notes.append(f"the residual stream does not fit on the host: each of {n} passes starts at the first layer")
+        why = "the residual stream does not fit on the host"
+        why = "a looped stack" if model.geometry.num_loops > 1 else why
+        notes.append(f"{why}: each of {n} passes starts at the first layer")
     notes += check_fits("capture", memory, device.device, "Lower --batch or --window, or --room-mb.")
     return plan
 
@@ -220,7 +223,9 @@ def _run(plan: CapturePlan, progress: Progress) -> CaptureReport:
         "rows": str(rows), "model": fingerprint(plan.model), "data_sha256": plan.dataset.data_hash,
         "provenance": json.dumps(said),
     }  # fmt: skip
-    ticks = _Ticks(progress, sum(layers_run(passes, resumed)), len(batches), len(passes), rows)
+    g = plan.model.geometry
+    more = g.n_virtual - g.n_layers
+    ticks = _Ticks(progress, sum(layers_run(passes, resumed, more)), len(batches), len(passes), rows)
     energy: list[float] = []
     dead: list[int] = []
     room = plan.room(memory) if len(passes) > 1 else None

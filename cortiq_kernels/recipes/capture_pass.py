@@ -4,6 +4,8 @@ Layers are taken in ascending order. A pass takes as many as fit `room` bytes (a
 last of them, and adds each one's activation to its Gram (`ops/gram.py`), real rows only. The residual stream that
 leaves the pass is kept on the host in its own dtype, so the next pass goes on from there: every layer runs once, and
 the Grams are those of a single pass to the bit. Without room for the stream on the host each pass starts at layer 0.
+In a looped stack the visits of a layer add up; there every pass starts at layer 0 and runs up to the last visit of its
+last layer.
 """
 
 from __future__ import annotations
@@ -43,9 +45,11 @@ def plan_passes(widths: Mapping[int, int], room: int) -> list[tuple[int, ...]]:
     return passes
 
 
-def layers_run(passes: Sequence[Sequence[int]], resumed: bool) -> list[int]:
-    """How many layers each pass runs: from where the one before it stopped when it is `resumed`, else from 0."""
-    stops = [p[-1] + 1 for p in passes]
+def layers_run(passes: Sequence[Sequence[int]], resumed: bool, earlier: int = 0) -> list[int]:
+    """How many layers each pass runs: from where the one before it stopped when it is `resumed`, else from 0. `earlier`
+    layers come before the last visit of a looped stack.
+    """
+    stops = [earlier + p[-1] + 1 for p in passes]
     return [b - a for a, b in zip([0, *stops], stops, strict=False)] if resumed else stops
 
 
@@ -115,7 +119,7 @@ def capture(
     passes = [tuple(chosen)] if room is None else plan_passes(widths, room)
     for number, part in enumerate(passes, 1):
         grams = {i: gram_zeros(widths[i], device=w.device) for i in part}
-        keep = keep_stream and (number < len(passes) or later) and part[-1] + 1 < g.n_layers
+        keep = keep_stream and g.num_loops == 1 and (number < len(passes) or later) and part[-1] + 1 < g.n_layers
         _run_pass(w, batches, grams, kept, key, keep, done)
         for layer in part:
             yield layer, grams.pop(layer)
@@ -133,7 +137,7 @@ def _run_pass(
     """Fill `grams`, going on from `kept` where that serves; with `keep` it then holds the streams that leave."""
     g, first = w.geometry, batches[0]
     n, t = first.tokens.shape[0], first.max_seqlen
-    start, stop = kept.start(key, min(grams)), max(grams) + 1
+    start, stop = kept.start(key, min(grams)), g.n_virtual - g.n_layers + max(grams) + 1
     streams = kept.streams if start else []
     if keep:  # they change from here on; those of another set, or beyond this pass, make room
         kept.key, kept.streams = "", []
@@ -146,8 +150,8 @@ def _run_pass(
         seqs = Sequences.build(g, batch.cu_seqlens, t, n, rope)
 
         def measure(layer: int, real: Tensor | None = real) -> None:
-            if layer in grams:
-                gram_accumulate_(grams[layer], cut(buf.act, g.intermediate[layer]), row_index=real)
+            if (at := g.physical(layer)) in grams:
+                gram_accumulate_(grams[at], cut(buf.act, g.intermediate[at]), row_index=real)
 
         x = streams[k].to(w.device) if start else embed(w, buf, batch.tokens)
         x, r = layers_forward(w, buf, x, seqs, start, stop, after_layer=measure)

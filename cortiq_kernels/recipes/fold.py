@@ -9,7 +9,8 @@ the mean energy of that contribution on the train records (real rows only, no pa
 (ties: the lowest index), in their old order: rows of gate and up, columns of down. Other rankings, and the repair of
 down from the Grams of a capture: repair.py; what a ranking needs to see on records: activity.py. Without Grams nothing
 is repaired. With a file of learned masks their logits rank the neurons, and decide the width (keep.py) unless one is
-given.
+given. In a looped stack a neuron stays or goes in all passes: what its visits do adds up, and it is kept by masks when
+any visit keeps it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from cortiq_kernels.recipes.fingerprint import fingerprint
 from cortiq_kernels.recipes.fold_config import FoldConfig
 from cortiq_kernels.recipes.gram_file import Grams
 from cortiq_kernels.recipes.heal_loop import F16_LOSS_SCALE
-from cortiq_kernels.recipes.inputs import Progress, Ticks, fit_shape, geometry_summary, load_for, refuse_loops, silent
-from cortiq_kernels.recipes.keep import keep_widths
+from cortiq_kernels.recipes.inputs import Progress, Ticks, fit_shape, geometry_summary, load_for, silent
+from cortiq_kernels.recipes.keep import keep_widths, neuron_ranking, unions
 from cortiq_kernels.recipes.lock import check_unlocked, locked
 from cortiq_kernels.recipes.mask_file import Masks, read_masks
 from cortiq_kernels.recipes.memory import check_fits, forward_memory
@@ -198,7 +199,6 @@ def plan_fold(cfg: FoldConfig) -> FoldPlan:
     device = backend.pick_device(cfg.device)
     dtype = backend.pick_dtype(cfg.dtype, device.device)
     model = open_model(cfg.model)
-    refuse_loops("fold", model.geometry)
     check_destination(model.path, cfg.out, model.total_bytes())
     check_files("fold", cfg)
     masks = read_masks(cfg.masks, model.geometry, "fold: masks") if cfg.masks else None
@@ -222,6 +222,8 @@ def plan_fold(cfg: FoldConfig) -> FoldPlan:
         )
     if list(model.geometry.intermediate) == widths:
         notes.append(f"the MLPs are {max(widths)} wide already: every neuron is kept")
+    if masks is not None and model.geometry.num_loops > 1:
+        notes.append("a looped stack has one set of neurons for all passes: those that the mask of any visit keeps")
     plan = FoldPlan(cfg, device, dtype, model, grams, measured, widths, masks, notes)
     fix = "Lower --batch or --window." if measured else "Use --device cpu."
     notes += check_fits("fold", plan.memory(), device.device, fix)
@@ -238,7 +240,7 @@ def _widths(cfg: FoldConfig, model: ModelDir, masks: Masks | None) -> list[int]:
             need(want <= most, f"fold: widths: layer {i}", want, f"at most its {most} neurons", "Set --widths.")
         return list(cfg.widths)
     if masks is not None and cfg.keep is None and cfg.width is None:
-        return keep_widths([int(k.sum()) for k in masks.kept], have, cfg.align, not cfg.per_layer)
+        return keep_widths([int(k.sum()) for k in unions(masks.kept, len(have))], have, cfg.align, not cfg.per_layer)
     least = min(have)
     width = cfg.target_width(least)
     need(
@@ -285,6 +287,7 @@ def _run(plan: FoldPlan, progress: Progress) -> FoldReport:
     rows = seen.rows if seen else 0
 
     replace: dict[str, Tensor] = {}
+    learned = neuron_ranking(plan.masks.kept, plan.masks.logits, g.n_layers) if plan.masks else []
     shares: list[float] = []
     repaired: list[Repaired] = []
     for i, width in enumerate(plan.widths):
@@ -306,8 +309,8 @@ def _run(plan: FoldPlan, progress: Progress) -> FoldReport:
             )
         if gram is not None and cfg.rank == "gram":
             keep = keep_by_gram(gram, weight[down].to(device), width).cpu()
-        elif plan.masks is not None:
-            keep = keep_top(plan.masks.logits[i], width)
+        elif learned:
+            keep = keep_top(learned[i], width)
         else:
             keep = keep_top(_ranking(cfg, i, score, mean_square, list(weight.values()), seen), width)
         shares.append(float(score[keep].sum() / score.sum()))
@@ -331,14 +334,14 @@ def _run(plan: FoldPlan, progress: Progress) -> FoldReport:
     change = width_changed_updates(plan.model, plan.widths)
     after = g.with_widths(plan.widths)
     progress({"event": "write", "out": str(cfg.out)})
-    learned = {"masks": plan.masks.provenance} if plan.masks else {}
+    masks = {"masks": plan.masks.provenance} if plan.masks else {}
     left = {k: [getattr(r, k) for r in repaired] for k in ("residual", "output_residual", "ridge")}
     written = write_model(
         plan.model, cfg.out, replace=replace, drop=change.drop, config_updates=change.config_updates,
         provenance=provenance(
             "fold", cfg, model=plan.model, data_hash=plan.data_hash, widths=plan.widths, kept_energy=shares,
             rows=rows, device=backend.describe(device), dtype=backend.dtype_name(plan.dtype.dtype), **left,
-            **learned,
+            **masks,
         ),
     )  # fmt: skip
     return FoldReport(

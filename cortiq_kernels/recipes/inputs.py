@@ -170,12 +170,6 @@ def check_same_tokens(a: ModelDir, b: ModelDir, a_name: str, b_name: str) -> Non
         )
 
 
-def refuse_loops(recipe: str, g: Geometry) -> None:
-    """Refuse a looped stack where a recipe takes each layer to run once. `InputError`."""
-    fix = "A looped stack can only be healed and scored yet."
-    need(g.num_loops == 1, f"{recipe}: num_loops", g.num_loops, "1", fix)
-
-
 def layer_parameters(g: Geometry, i: int) -> int:
     """Parameters of layer i."""
     return sum(math.prod(s.shape) for s in names.layer_slots(g, i))

@@ -43,6 +43,24 @@ def keep_masks(logits: Sequence[Tensor], tau: float, align: int, uniform: bool) 
     ]
 
 
+def neuron_ranking(kept: Sequence[Tensor], logits: Sequence[Tensor], layers: int) -> list[Tensor]:
+    """Scores [F] of each of `layers` physical layers: the largest logit of any visit, after those that a visit keeps.
+    Of one pass the logits as they are.
+    """
+    if len(kept) == layers:
+        return list(logits)
+    out, whole = [], unions(kept, layers)
+    for i in range(layers):
+        best = torch.stack(list(logits[i::layers])).amax(0)
+        out.append(torch.where(whole[i], best, best - (best.max() - best.min() + 1)))
+    return out
+
+
+def unions(kept: Sequence[Tensor], layers: int) -> list[Tensor]:
+    """[F] bool of each of `layers` physical layers: what any visit keeps."""
+    return [torch.stack(list(kept[i::layers])).any(0) for i in range(layers)]
+
+
 def keep_neurons(
     kept: Sequence[Tensor], logits: Sequence[Tensor], layers: int, align: int, uniform: bool
 ) -> list[Tensor]:
@@ -52,7 +70,6 @@ def keep_neurons(
     """
     if len(kept) == layers:
         return [k.nonzero().flatten() for k in kept]
-    unions = [torch.stack(list(kept[i::layers])).any(0) for i in range(layers)]
-    best = [torch.stack(list(logits[i::layers])).amax(0) for i in range(layers)]
-    counts = keep_widths([int(u.sum()) for u in unions], [len(u) for u in unions], align, uniform)
-    return [keep_top(torch.where(u, torch.inf, b), n) for u, b, n in zip(unions, best, counts, strict=True)]
+    whole = unions(kept, layers)
+    counts = keep_widths([int(u.sum()) for u in whole], [len(u) for u in whole], align, uniform)
+    return [keep_top(s, n) for s, n in zip(neuron_ranking(kept, logits, layers), counts, strict=True)]

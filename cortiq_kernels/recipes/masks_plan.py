@@ -16,7 +16,7 @@ from cortiq_kernels.model.weights import acc_dtype
 from cortiq_kernels.recipes.activations import Activations, choose_activations, how_to_fit
 from cortiq_kernels.recipes.errors import need
 from cortiq_kernels.recipes.finished import check_same_run, made_output, output_is_done
-from cortiq_kernels.recipes.inputs import Joined, check_same_tokens, geometry_summary, packed_for, refuse_loops
+from cortiq_kernels.recipes.inputs import Joined, check_same_tokens, geometry_summary, packed_for
 from cortiq_kernels.recipes.masks_config import MasksConfig
 from cortiq_kernels.recipes.memory import check_fits, check_window, forward_memory
 from cortiq_kernels.recipes.outputs import check_files
@@ -27,7 +27,7 @@ from cortiq_kernels.recipes.targets import asked_topk
 from cortiq_kernels.recipes.taught_plan import HOST_SHARE, TaughtPlan
 from cortiq_kernels.report.results import size
 from cortiq_kernels.step import Policy
-from cortiq_kernels.step.gates import mixers_from
+from cortiq_kernels.step.gates import gate_widths, mixers_from
 from cortiq_kernels.step.memory import forward_bytes, train_bytes
 
 
@@ -79,8 +79,8 @@ class MasksPlan(TaughtPlan):
 
     @property
     def n_gates(self) -> int:
-        """Gates of all layers."""
-        return sum(self.model.geometry.intermediate)
+        """Gates of all layers, of every visit in a looped stack."""
+        return sum(gate_widths(self.model.geometry))
 
     @property
     def eval_dtype(self) -> torch.dtype:
@@ -179,7 +179,6 @@ def plan_masks(cfg: MasksConfig) -> MasksPlan:
     step_dtype = steps_in(cfg, dtype)
     model = open_model(cfg.model)
     g = model.geometry
-    refuse_loops("masks", g)
     made = made_output(cfg)
     done = made is not None or output_is_done(cfg)
     check_files("masks", cfg, done=done)

@@ -351,11 +351,6 @@ def test_an_output_that_is_there_is_refused(cfg, tmp_path, world):
     assert "the directory" in refused(tmp_path, *flags(cfg))
 
 
-def test_a_looped_stack_is_refused(cfg, build, tmp_path):
-    looped = build.model(tmp_path / "l", build.config("L", vocab=23, num_loops=2))
-    assert "num_loops: got 2" in refused(tmp_path, *flags(cfg), "--model", looped)
-
-
 def test_another_vocabulary_is_refused(cfg, build, tmp_path):
     other = build.model(tmp_path / "v", build.config("L", vocab=31))
     assert "vocabular" in refused(tmp_path, *flags(cfg), "--loss", "kl", "--teacher", other)
