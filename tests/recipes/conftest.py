@@ -11,9 +11,13 @@ import pytest
 import torch
 from tiny import config
 
+from cortiq_kernels.data.batches import eval_batches
+from cortiq_kernels.data.records import load_records
+from cortiq_kernels.data.windows import pack
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.model.hf import create_model, open_model
 from cortiq_kernels.model.weights import Weights
+from cortiq_kernels.recipes.capture_config import CaptureConfig
 
 
 def make_records(path: Path, vocab: int, *, seed: int = 0, train: int = 40, val: int = 4, test: int = 4) -> Path:
@@ -68,6 +72,22 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         student=make_model(root / "student", cfg, noise=0.03),
         data=make_records(root / "data.jsonl", 23),
     )
+
+
+@pytest.fixture
+def capture_cfg(world, tmp_path) -> CaptureConfig:
+    """A capture of the teacher in float64."""
+    return CaptureConfig(
+        world.teacher, world.data, tmp_path / "grams.safetensors", dtype="f64", device="cpu", window=32, batch=2
+    )
+
+
+@pytest.fixture
+def loaded(world):
+    """(weights in float64, batches, records) of the teacher and the train records."""
+    w = Weights.load(open_model(world.teacher), dtype=torch.float64)
+    records = load_records(world.data, None, splits=("train",), vocab=23).split("train")
+    return w, list(eval_batches(pack(records, 32).windows, 2)), records
 
 
 @pytest.fixture

@@ -13,9 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from cortiq_kernels import backend
-from cortiq_kernels.data.batches import eval_batches
-from cortiq_kernels.data.records import load_records
-from cortiq_kernels.data.windows import pack
 from cortiq_kernels.model.hf import create_model, open_model
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.ops.gram import gram_finalize
@@ -28,27 +25,14 @@ from cortiq_kernels.recipes.gram_file import Grams
 SMALL = {"device": "cpu", "window": 32, "batch": 2}
 
 
-@pytest.fixture
-def cfg(world, tmp_path) -> CaptureConfig:
-    return CaptureConfig(world.teacher, world.data, tmp_path / "grams.safetensors", dtype="f64", **SMALL)
-
-
-@pytest.fixture
-def loaded(world):
-    """(weights in float64, batches, records) of the teacher and the train records."""
-    w = Weights.load(open_model(world.teacher), dtype=torch.float64)
-    records = load_records(world.data, None, splits=("train",), vocab=23).split("train")
-    return w, list(eval_batches(pack(records, 32).windows, 2)), records
-
-
 def grams_of(w, batches, layers=(0, 1, 2), **more):
     return dict(capture_pass.capture(w, batches, layers, window=32, **more))
 
 
-def test_grams_are_those_of_the_formula(cfg, loaded):
+def test_grams_are_those_of_the_formula(capture_cfg, loaded):
     w, _, records = loaded
-    report = capture.run(cfg)
-    grams = Grams.open([cfg.out])
+    report = capture.run(capture_cfg)
+    grams = Grams.open([capture_cfg.out])
     assert grams.rows == report.rows == sum(len(r.ids) for r in records)
     for i, want in enumerate(plain_grams(w, records)):
         got = gram_finalize(grams.read(i), 40).double()
@@ -58,16 +42,16 @@ def test_grams_are_those_of_the_formula(cfg, loaded):
     assert report.dead == [0, 0, 0] and report.layers == [0, 1, 2] and report.passes == 1
 
 
-def test_the_file(cfg, world):
-    report = capture.run(cfg)
-    tensors = load_file(cfg.out)  # the format's own library reads it
+def test_the_file(capture_cfg, world):
+    report = capture.run(capture_cfg)
+    tensors = load_file(capture_cfg.out)  # the format's own library reads it
     assert {n: tuple(t.shape) for n, t in tensors.items()} == {f"layers.{i}.gram": (1, 128, 128) for i in range(3)}
     assert all(t.dtype == torch.float32 and not t[:, 40:].any() and not t[:, :, 40:].any() for t in tensors.values())
-    with safe_open(cfg.out, "pt") as f:
+    with safe_open(capture_cfg.out, "pt") as f:
         said = f.metadata()
     assert int(said["rows"]) == report.rows and json.loads(said["widths"]) == {"0": 40, "1": 40, "2": 40}
     assert len(said["data_sha256"]) == 64 and json.loads(said["provenance"])["recipe"] == "capture"
-    assert sorted(p.name for p in cfg.out.parent.iterdir()) == ["grams.safetensors"]
+    assert sorted(p.name for p in capture_cfg.out.parent.iterdir()) == ["grams.safetensors"]
 
 
 def test_padding_never_enters(loaded, monkeypatch):
@@ -197,7 +181,7 @@ def test_memory_decides_the_passes(world, build, tmp_path, monkeypatch):
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_two_captures_add_up(world, cfg, tmp_path, build):
+def test_two_captures_add_up(world, capture_cfg, tmp_path, build):
     lines = [json.loads(line) for line in world.data.read_text().splitlines()]
     train, rest = [r for r in lines if r["split"] == "train"], [r for r in lines if r["split"] != "train"]
     outs = []
@@ -205,7 +189,7 @@ def test_two_captures_add_up(world, cfg, tmp_path, build):
         data = tmp_path / f"{k}.jsonl"
         data.write_text("".join(json.dumps(r) + "\n" for r in part + rest))
         outs.append(tmp_path / f"{k}.safetensors")
-        capture.run(dataclasses.replace(cfg, data=data, out=outs[-1]))
+        capture.run(dataclasses.replace(capture_cfg, data=data, out=outs[-1]))
     both, whole = Grams.open(outs[:2]), Grams.open(outs[2:])
     assert both.rows == whole.rows and len(both.hashes) == 2
     for i in range(3):
@@ -218,26 +202,26 @@ def test_two_captures_add_up(world, cfg, tmp_path, build):
     assert a.output_residual == pytest.approx(b.output_residual, rel=1e-4)
 
 
-def test_dead_layers_and_values_that_are_not_finite(cfg, world, build, tmp_path):
+def test_dead_layers_and_values_that_are_not_finite(capture_cfg, world, build, tmp_path):
     tensors = build.tensors(world.teacher)
     tensors["model.layers.1.mlp.up_proj.weight"].zero_()
     create_model(tmp_path / "dead", world.config, tensors)
     out = tmp_path / "in" / "g.safetensors"
     with pytest.raises(InputError, match="layer 1: got no activity"):
-        capture.run(dataclasses.replace(cfg, model=tmp_path / "dead", out=out))
+        capture.run(dataclasses.replace(capture_cfg, model=tmp_path / "dead", out=out))
     tensors = build.tensors(world.teacher)
     tensors["model.layers.2.mlp.up_proj.weight"] *= 1e25
     create_model(tmp_path / "huge", world.config, tensors)
     with pytest.raises(InputError, match="layer 2: got activations that are not finite, or squares beyond float32"):
-        capture.run(dataclasses.replace(cfg, model=tmp_path / "huge", out=out))
+        capture.run(dataclasses.replace(capture_cfg, model=tmp_path / "huge", out=out))
     assert not out.parent.exists()
     some = build.tensors(world.teacher)
     some["model.layers.0.mlp.up_proj.weight"][[3, 4]] = 0
     create_model(tmp_path / "some", world.config, some)
-    assert capture.run(dataclasses.replace(cfg, model=tmp_path / "some", out=out)).dead == [2, 0, 0]
+    assert capture.run(dataclasses.replace(capture_cfg, model=tmp_path / "some", out=out)).dead == [2, 0, 0]
 
 
-def test_capture_refusals(cfg, world, loaded, tmp_path):
+def test_capture_refusals(capture_cfg, world, loaded, tmp_path):
     base = ("capture", "--model", world.teacher, "--data", world.data, "--window", "32", "--batch", "2")
     (tmp_path / "there").write_text("mine")
     (tmp_path / "empty").mkdir()
@@ -270,7 +254,7 @@ def test_capture_refusals(cfg, world, loaded, tmp_path):
     {"widths": '{"0": 40, "0": 40}'}, {"rows": "0"}, {"rows": "-3"}, {"rows": "x"}, {"rows": "9" * 5000},
     {"tile": "64"}, {"cortiq_gram": "2"}, {"model": None}, {"data_sha256": None}, {"rows": None},
 ])  # fmt: skip
-def test_metadata_that_cannot_be_used(cfg, tmp_path, said):
+def test_metadata_that_cannot_be_used(capture_cfg, tmp_path, said):
     good = {"cortiq_gram": "1", "tile": "128", "rows": "5", "widths": '{"0": 40}', "model": "m", "data_sha256": "d"}
     tensors, place = {"layers.0.gram": torch.ones(1, 128, 128)}, tmp_path / "x.safetensors"
     save_file(tensors, place, metadata=good)
@@ -281,14 +265,14 @@ def test_metadata_that_cannot_be_used(cfg, tmp_path, said):
 
 
 @pytest.mark.parametrize("when", ["tick", "layer", "write"])
-def test_a_capture_that_is_stopped_leaves_nothing(cfg, tmp_path, when):
+def test_a_capture_that_is_stopped_leaves_nothing(capture_cfg, tmp_path, when):
     def stop(event):
         if event["event"] == when:
             raise KeyboardInterrupt
 
     out = tmp_path / "new" / "g.safetensors"
     with pytest.raises(KeyboardInterrupt):
-        capture.run(dataclasses.replace(cfg, out=out), stop)
+        capture.run(dataclasses.replace(capture_cfg, out=out), stop)
     assert not list(tmp_path.iterdir())
 
 

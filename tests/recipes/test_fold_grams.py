@@ -11,11 +11,7 @@ from plain_model import plain_grams
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from cortiq_kernels.data.batches import eval_batches
-from cortiq_kernels.data.records import load_records
-from cortiq_kernels.data.windows import pack
 from cortiq_kernels.model.hf import create_model, open_model
-from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.recipes import capture, fold, score
 from cortiq_kernels.recipes.capture_config import CaptureConfig
 from cortiq_kernels.recipes.errors import InputError
@@ -26,23 +22,10 @@ from cortiq_kernels.recipes.score_config import ScoreConfig
 SMALL = {"device": "cpu", "window": 32, "batch": 2}
 
 
-@pytest.fixture
-def cfg(world, tmp_path) -> CaptureConfig:
-    return CaptureConfig(world.teacher, world.data, tmp_path / "grams.safetensors", dtype="f64", **SMALL)
-
-
-@pytest.fixture
-def loaded(world):
-    """(weights in float64, batches, records) of the teacher and the train records."""
-    w = Weights.load(open_model(world.teacher), dtype=torch.float64)
-    records = load_records(world.data, None, splits=("train",), vocab=23).split("train")
-    return w, list(eval_batches(pack(records, 32).windows, 2)), records
-
-
-def test_fold_with_grams_repairs(world, cfg, loaded, build, tmp_path):
+def test_fold_with_grams_repairs(world, capture_cfg, loaded, build, tmp_path):
     """The written down_proj is that of the formula; the same neurons without repair are worse."""
-    capture.run(cfg)
-    base = FoldConfig(world.teacher, tmp_path / "fold", grams=(cfg.out,), device="cpu", align=4)
+    capture.run(capture_cfg)
+    base = FoldConfig(world.teacher, tmp_path / "fold", grams=(capture_cfg.out,), device="cpu", align=4)
     events = []
     report = fold.run(base, events.append)
     plain = fold.run(dataclasses.replace(base, out=tmp_path / "plain", repair=False))
@@ -93,9 +76,10 @@ def test_a_model_with_every_neuron_twice_loses_nothing(world, build, tmp_path):
     assert s.row("once").kl < 1e-6
 
 
-def test_widths_of_each_layer(world, cfg, tmp_path, build):
-    capture.run(cfg)
-    base = FoldConfig(world.teacher, tmp_path / "f", grams=(cfg.out,), device="cpu", align=4, widths=(12, 40, 20))
+def test_widths_of_each_layer(world, capture_cfg, tmp_path, build):
+    capture.run(capture_cfg)
+    grams = (capture_cfg.out,)
+    base = FoldConfig(world.teacher, tmp_path / "f", grams=grams, device="cpu", align=4, widths=(12, 40, 20))
     report = fold.run(base)
     assert report.widths == [12, 40, 20] and report.width == 40 and report.residual[1] == 0.0
     m = open_model(tmp_path / "f")
@@ -107,40 +91,40 @@ def test_widths_of_each_layer(world, cfg, tmp_path, build):
         with pytest.raises(InputError, match=words):
             fold.run(dataclasses.replace(base, out=tmp_path / "g", widths=widths))
     again = tmp_path / "again.safetensors"  # a capture of a model whose layers differ in width
-    report = capture.run(dataclasses.replace(cfg, model=tmp_path / "f", out=again))
+    report = capture.run(dataclasses.replace(capture_cfg, model=tmp_path / "f", out=again))
     assert Grams.open([again]).widths == {0: 12, 1: 40, 2: 20}
 
 
 @pytest.mark.parametrize("rank", ["activation", "magnitude", "random", "gram"])
-def test_every_ranking_folds(world, cfg, tmp_path, rank):
-    capture.run(cfg)
-    base = FoldConfig(world.teacher, tmp_path / "f", grams=(cfg.out,), device="cpu", align=4, rank=rank, seed=5)
+def test_every_ranking_folds(world, capture_cfg, tmp_path, rank):
+    capture.run(capture_cfg)
+    base = FoldConfig(world.teacher, tmp_path / "f", grams=(capture_cfg.out,), device="cpu", align=4, rank=rank, seed=5)
     report = fold.run(base)
     best = fold.run(dataclasses.replace(base, rank="importance", out=tmp_path / "i"))
     assert report.width == 20 and all(a <= b + 1e-9 for a, b in zip(report.kept_energy, best.kept_energy, strict=True))
     assert open_model(tmp_path / "f").geometry.intermediate == (20,) * 3
 
 
-def test_grams_that_do_not_fit_the_fold(cfg, world, build, tmp_path):
-    capture.run(dataclasses.replace(cfg, max_batches=2))
+def test_grams_that_do_not_fit_the_fold(capture_cfg, world, build, tmp_path):
+    capture.run(dataclasses.replace(capture_cfg, max_batches=2))
     part = tmp_path / "part.safetensors"
-    capture.run(dataclasses.replace(cfg, out=part, layers=(2, 0, 2)))
+    capture.run(dataclasses.replace(capture_cfg, out=part, layers=(2, 0, 2)))
     assert Grams.open([part]).widths == {0: 40, 2: 40}
     plain = tmp_path / "plain.safetensors"
     save_file({"x": torch.zeros(2)}, plain)
     cut, spoiled = tmp_path / "cut.safetensors", tmp_path / "spoiled.safetensors"
-    cut.write_bytes(cfg.out.read_bytes()[:-10])
-    with safe_open(cfg.out, "pt") as f:
+    cut.write_bytes(capture_cfg.out.read_bytes()[:-10])
+    with safe_open(capture_cfg.out, "pt") as f:
         said = f.metadata()
-    nan = {n: torch.full_like(t, float("nan")) for n, t in load_file(cfg.out).items()}
+    nan = {n: torch.full_like(t, float("nan")) for n, t in load_file(capture_cfg.out).items()}
     save_file(nan, spoiled, metadata=said)
     wrong = tmp_path / "wrong.safetensors"
-    save_file(load_file(cfg.out), wrong, metadata={**said, "widths": '{"0": 400}'})
+    save_file(load_file(capture_cfg.out), wrong, metadata={**said, "widths": '{"0": 400}'})
     base = ("fold", "--out", tmp_path / "f", "--device", "cpu", "--model")
     for model, grams, words in (
-        (world.student, (cfg.out,), "the Grams of another model"),
+        (world.student, (capture_cfg.out,), "the Grams of another model"),
         (world.teacher, (part,), "no Gram of layer [1]"),
-        (world.teacher, (cfg.out, part), "another model or other layers"),
+        (world.teacher, (capture_cfg.out, part), "another model or other layers"),
         (world.teacher, (plain,), "no capture of this version"),
         (world.teacher, (cut,), "truncated"),
         (world.teacher, (wrong,), "does not fit its tensors"),
@@ -148,6 +132,6 @@ def test_grams_that_do_not_fit_the_fold(cfg, world, build, tmp_path):
     ):
         assert words in refused(tmp_path, *base, model, "--grams", *grams), words
     assert "not finite" in refused(tmp_path, *base, world.teacher, "--grams", spoiled, "--quiet", "--log", "/dev/null")
-    assert "got both" in refused(tmp_path, *base, world.teacher, "--grams", cfg.out, "--data", world.data)
+    assert "got both" in refused(tmp_path, *base, world.teacher, "--grams", capture_cfg.out, "--data", world.data)
     assert "got neither" in refused(tmp_path, *base, world.teacher)
     assert "'gram' without Grams" in refused(tmp_path, *base, world.teacher, "--data", world.data, "--rank", "gram")
