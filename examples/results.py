@@ -3,6 +3,9 @@ ranking, the fold is healed the same way, and the test records decide; over seve
 
     python examples/results.py [--out results] [--seeds 0 1 2]
 
+And how fast should the pressure of the masks grow? The same masks with growth by a factor and with linear growth, one
+seed.
+
 Every step is a `cortiq` command. What is there already is not made again, so seeds may run in processes of their own
 and the last call prints the table (docs/results.md). A seed is that of the masks, of the random ranking and of the
 order of the records in healing.
@@ -16,6 +19,8 @@ import shlex
 import statistics
 from pathlib import Path
 
+from safetensors import safe_open
+
 from cortiq_kernels import cli
 
 HERE = Path(__file__).resolve().parent / "small_model"
@@ -28,6 +33,7 @@ RANKINGS = {
 }
 SHAPE = ["--window", "512", "--batch", "2", "--device", "cpu"]
 MASKS = ["--keep-frac", "0.75", "--l1-init", "0.3", "--eval-every", "20", "--max-steps", "300"]
+GROWTH = ("1.5", "1.0")
 HEAL = ["--lr", "1e-3", "--epochs", "0.25", "--eval-every", "35"]
 
 
@@ -44,7 +50,27 @@ def main() -> int:
         for name, rank in RANKINGS.items():
             score(args.out, name, seed, [masks if word == "MASKS" else word for word in rank])
     print(table(args.out, args.seeds))
+    print(growth(args.out))
     return 0
+
+
+def growth(out: Path) -> str:
+    """Markdown: what growing pressure closes, by the factor (1: linear growth), from the settings' own start of it."""
+    lines = ["| growth | closed after 100 | 200 | 300 | 400 | 1000 steps | target of 25 % |", "|" + "---|" * 7]
+    for factor in GROWTH:
+        file = out / f"growth-{factor}.safetensors"
+        if not file.exists():
+            more = ["--l1-grow", factor, "--max-steps", "1000"]
+            cortiq("masks", "--model", MODEL, "--data", DATA, "--out", file, *more, *SHAPE)
+        with safe_open(file, "pt") as f:
+            made = json.loads(f.metadata()["cortiq"])
+        at = {int(t["step"]): t["pruned"] for t in made["trace"]}
+        shown = [f"{at[d]:.1%}" if d in at else "ended" for d in (100, 200, 300, 400, 1000)]
+        reached = next((int(t["step"]) for t in made["trace"] if t["pruned"] >= 0.25), None)
+        when = f"after {reached} steps" if reached else "not reached"
+        best = f"{when}; val NLL {made['loss_best']:.4f} of {made['loss_open']:.4f}"
+        lines.append(f"| {'linear' if factor == '1.0' else 'times ' + factor} | {' | '.join(shown)} | {best} |")
+    return "\n".join(lines)
 
 
 def score(out: Path, name: str, seed: int, rank: list[object]) -> None:
