@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
+from torch import Tensor
 
 from cortiq_kernels.recipes.checkpoint_dir import CheckpointDir
 from cortiq_kernels.recipes.outputs import log_path
@@ -59,3 +63,17 @@ def same(a: Any, b: Any) -> None:
     assert files(a.out) == files(b.out)
     assert lines(a) == lines(b)
     assert not CheckpointDir(b.out).path.exists()
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, trainer: type, grad: Callable[[Any], Tensor]) -> list[None]:
+    """The third and the fourth update of `trainer` find an inf in its gradient; clear the list to count anew."""
+    real, seen = trainer.apply, []
+
+    def apply(self: Any, *args: Any, **more: Any) -> None:
+        seen.append(None)
+        if len(seen) in (3, 4):
+            grad(self)[7] = float("inf")
+        real(self, *args, **more)
+
+    monkeypatch.setattr(trainer, "apply", apply)
+    return seen

@@ -6,29 +6,14 @@ the GPU: the interpreter computes it wrong.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
+from interpreter import unfit
 from ops_close import bits, nan, not_worse, same
 
 from cortiq_kernels.ops.topk_kl import head_topk_kl_fwd_bwd, head_topk_kl_ref, mix_targets, new_slab
 
 F64, INF, NAN = torch.float64, float("inf"), float("nan")
-
-
-def unfit() -> str:
-    """Why this process cannot run them; "" when it can."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return "needs TRITON_INTERPRET=1 (make test)"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    import triton
-
-    old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-    return f"triton {triton.__version__}: its interpreter fails with NumPy >= 2.4, 3.7 does not" if old else ""
-
 
 pytestmark = [pytest.mark.interpret, pytest.mark.skipif(bool(unfit()), reason=unfit())]
 DTYPES = [torch.float32, torch.float16]

@@ -5,29 +5,14 @@ A row takes half a second there (the sort, and a search bit by bit), so most cas
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import pytest
 import torch
+from interpreter import unfit
 from ops_close import bits, same
 
 from cortiq_kernels.ops.topk import topk_softmax
 
 INF, NAN = float("inf"), float("nan")
-
-
-def unfit() -> str:
-    """Why this process cannot run them; "" when it can."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return "needs TRITON_INTERPRET=1 (make test)"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    import triton
-
-    old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-    return f"triton {triton.__version__}: its interpreter fails with NumPy >= 2.4, 3.7 does not" if old else ""
-
 
 pytestmark = [pytest.mark.interpret, pytest.mark.skipif(bool(unfit()), reason=unfit())]
 DTYPES = [torch.float32, torch.float16]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import stopped as stopped_at
 import torch
-from stopped import files, lines, same
+from stopped import files, lines, same, spoil
 
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.recipes import heal, heal_loop, heal_plan
@@ -126,15 +126,7 @@ def test_f32_state_and_f16_scale_go_on(world):
 
 def test_skipped_steps_go_on(cfg, monkeypatch):
     """Counters, batches and the log, when the stop comes right after a skipped step."""
-    real, seen = Trainer.apply, []
-
-    def apply(self, rate, **kw):
-        seen.append(rate)
-        if len(seen) in (3, 4):
-            self.weights.trained.grad[7] = float("inf")
-        real(self, rate, **kw)
-
-    monkeypatch.setattr(Trainer, "apply", apply)
+    seen = spoil(monkeypatch, Trainer, lambda trainer: trainer.weights.trained.grad)
     calm, again = dataclasses.replace(cfg, out=cfg.out.with_name("calm")), dataclasses.replace(cfg, resume=True)
     go(calm)
     seen.clear()

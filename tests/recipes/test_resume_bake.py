@@ -95,23 +95,17 @@ def test_killed_between_the_mask_file_and_the_directory(cfg, monkeypatch):
     all_the_same(calm, again)
 
 
-@pytest.mark.parametrize("phase", [GateTrainer, Trainer])
-def test_skipped_steps_go_on(cfg, monkeypatch, phase):
-    real, seen = phase.apply, []
-
-    def apply(self, *rate):
-        seen.append(1)
-        if len(seen) in (3, 4):
-            grad = self.grad if phase is GateTrainer else self.weights.trained.grad
-            grad[7] = float("inf")
-        real(self, *rate)
-
-    monkeypatch.setattr(phase, "apply", apply)
+@pytest.mark.parametrize(
+    ("phase", "grad", "at"),
+    [(GateTrainer, lambda trainer: trainer.grad, 3), (Trainer, lambda trainer: trainer.weights.trained.grad, 17)],
+)
+def test_skipped_steps_go_on(cfg, monkeypatch, phase, grad, at):
+    seen = stopped.spoil(monkeypatch, phase, grad)
     calm, again = pair(cfg)
     go(calm)
     seen.clear()
     with pytest.raises(Stopped):
-        go(again, ("skip", 3 if phase is GateTrainer else 17))
+        go(again, ("skip", at))
     assert CheckpointDir(cfg.out).read()["counters"]["in_row"] == 1
     go(again)
     all_the_same(calm, again)
