@@ -1,8 +1,8 @@
 """Kernels that can be compiled before they run, several at a time.
 
-Triton compiles a kernel when it is first launched, one after another: 18 s for the nine of Gated DeltaNet on an H200's
-host. `compile_ahead(body)` calls `body` with launches that compile and do not run, so that a thread each does it, and
-the real call that follows finds every kernel made.
+Triton compiles a kernel when it is first launched, one after another, seconds each. `compile_ahead(body)` calls `body`
+with launches that compile and do not run, so that a thread each does it, and the real call that follows finds every
+kernel made.
 """
 
 from __future__ import annotations
