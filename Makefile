@@ -24,7 +24,7 @@ PIP       := $(PY) -m pip install --quiet --disable-pip-version-check
 .PHONY: help venv demo test fuzz lint bench profile clean
 
 help:
-	@echo "make demo    fold the small model that ships here with repair, heal it, score it (minutes on two CPU cores)"
+	@echo "make demo    fold the small model that ships here with repair, heal it, score it; bake one (minutes on two CPU cores)"
 	@echo "make test    the CPU tests; with a GPU: $(PY) -m pytest -m gpu"
 	@echo "make fuzz    1,000 damaged input files of each kind (CASES=, SEED=)"
 	@echo "make lint    ruff and mypy"
