@@ -51,10 +51,12 @@ class Process:
             finally:
                 os._exit(status)
 
-    def wait(self, seconds: float) -> int | None:
-        """Exit status (negative: the signal that ended it), or None when it is still running after that time."""
+    def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> int | None:
+        """Exit status (negative: the signal that ended it), or None when it is still running after that time, or when
+        `until` holds.
+        """
         end = time.monotonic() + seconds
-        while True:
+        while not until():
             if self.popen is not None:
                 status = self.popen.poll()
                 if status is not None:
@@ -64,8 +66,9 @@ class Process:
                 if done:
                     return os.waitstatus_to_exitcode(raw)
             if time.monotonic() >= end:
-                return None
+                break
             time.sleep(0.002)
+        return None
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -102,8 +105,14 @@ def chaos(folder: Path, args: Callable[[Path], list[str]], kills: int, forked: b
     while True:
         before = {p.name for p in place.iterdir()}  # a SIGKILL leaves what the next run cleans up
         run = Process(args(place), folder / "chaos.err", forked)
-        last = seen["kills"] == kills
-        status = run.wait(patience if last else rng.uniform(0.0, whole))
+        state = place / "out.resume" / "state.json"
+        last, status = seen["kills"] == kills, None
+        if last:
+            status = run.wait(patience)
+        elif seen["kills"] % 2:  # while it trains, however little of the whole that is on this machine
+            status = run.wait(patience, until=state.exists)
+        if status is None and not last:
+            status = run.wait(rng.uniform(0.0, whole / 10 if seen["kills"] % 2 else whole))
         text = f"seed {SEED}, after {seen['kills']} kills: "
         if status is None:
             assert not last, text + "the run hangs"
@@ -121,7 +130,6 @@ def chaos(folder: Path, args: Callable[[Path], list[str]], kills: int, forked: b
                 assert left - before <= allowed, text + str(left)
         if (place / "out").exists():
             assert contents(place / "out") == want, text + "another result"
-        state = place / "out.resume" / "state.json"
         step = json.loads(state.read_text())["step"] if state.exists() else 0
         seen["steps"].append(step)
         if status == 0:
