@@ -42,15 +42,16 @@ def candidates(size: int) -> dict[str, list[Config]]:
     widths = [w for w in (64, 128) if w <= size]
     one = {"num_stages": (1,)}
     return {
-        "conv": grid(STRIPS=(2, 4, 8), STEPS=(32, 64), num_warps=(2, 4), **one),
+        "conv": grid(ROWS=(16, 32, 64), num_warps=(2, 4, 8), **one),
         "wy": grid(BK=(32, 64, 128), num_warps=(1, 2), **one),
-        "state": grid(BV=widths, STAGES=(2, 3), num_warps=(4, 8), **one),
+        "state": grid(BV=widths, STAGES=(1, 2, 3), num_warps=(4,), **one),
         "output": grid(num_warps=(4, 8), **one),
-        "local": grid(BV=widths, STAGES=(1, 2, 3), num_warps=(4,), **one),
-        "dstate": grid(BV=widths, STAGES=(2, 3), num_warps=(4, 8), **one),
-        "input": grid(BK=widths, STAGES=(1, 2), num_warps=(4,), **one),
+        "norm_bwd": grid(ROWS=(16, 32, 64), num_warps=(2, 4, 8), **one),
+        "advance": grid(BV=widths, num_warps=(4, 8), **one),
+        "dstate": grid(BV=widths, STAGES=(1, 2, 3), num_warps=(4,), **one),
+        "input": grid(BK=widths, num_warps=(4, 8), **one),
         "gates_bwd": grid(num_warps=(2, 4, 8), **one),
-        "conv_bwd": grid(STRIPS=(2, 4), STEPS=(32, 64), num_warps=(2, 4), **one),
+        "conv_bwd": grid(STRIPS=(4, 8, 16), STEPS=(8, 16, 32), num_warps=(2, 4), **one),
     }
 
 
@@ -67,7 +68,7 @@ def cases(heads: tuple[int, int], size: int, batch: int, window: int, device: to
     sizes = {"n": n, "window": window, **d._asdict()}
     t = inputs(sizes, torch.bfloat16, device, torch.Generator(device).manual_seed(0))
     conv, a_log, dt, weight = (t[name] for name in VECTORS)
-    proj, dout = t["proj"], t["dout"].unflatten(1, (d.nv, d.dv))
+    proj, dout = t["proj"], t["dout"]
     chunks, positions = chunk_index(t["cu_seqlens"], n), sequence_index(t["cu_seqlens"], n).positions
     a, b = proj[:, d.ab].split(d.nv, dim=1)
     source = triton_run.Gates(a, b, a_log, dt)
@@ -78,30 +79,31 @@ def cases(heads: tuple[int, int], size: int, batch: int, window: int, device: to
     q, k, v = triton_run.conv_forward(proj, conv, positions, d)
     rule = triton_run.prepare(q, k, v, source, chunks, 1.0)
     h, vn, _ = triton_run.states(rule, v, None, final=False)
-    made = triton_run.local(rule, h, vn, dout, norm, dproj[:, d.z], out)
-    dh, _ = triton_run.dstates(rule, made, None, want_dh0=False)
-    grads = triton_run.input_grads(rule, h, vn, dh, made)
+    kept = triton_run.outputs(rule, h, vn, out, norm, keep=True)
+    assert kept is not None
+    made = triton_run.norm_backward(kept, norm, b, dout, dproj[:, d.z], out)
+    do = made.do.transpose(0, 1)
+    dh, y, _ = triton_run.dstates(rule, do, None, want_dh0=False)
+    grads = triton_run.input_grads(rule, h, vn, dh, do, y)
     used = int(chunks.offsets[-1])
+    used_states = (chunks.table[:used, 2] // 2).unique()  # windows of whole pairs of chunks
 
     def states() -> list[Tensor]:
         h, vn, _ = triton_run.states(rule, v, None, final=False)
-        return [h[:used], vn]
+        return [*(x[used_states] for x in h), vn]
 
     def output() -> list[Tensor]:
-        triton_run.outputs(rule, h, vn, out, norm)
-        return [out]
+        kept = triton_run.outputs(rule, h, vn, out, norm, keep=True)
+        assert kept is not None
+        return [out, *kept]
 
-    def local() -> list[Tensor]:
-        m = triton_run.local(rule, h, vn, dout, norm, dproj[:, d.z], out)
-        assert m.dnorm is not None
-        return [m.dvl, m.do, m.dnorm.sum(0), dproj[:, d.z], out]
+    def norm_bwd() -> list[Tensor]:
+        made = triton_run.norm_backward(kept, norm, b, dout, dproj[:, d.z], out)
+        return [made.do, made.beta, made.dnorm.sum(0), dproj[:, d.z], out]
 
     def dstates() -> list[Tensor]:
-        return [triton_run.dstates(rule, made, None, want_dh0=False)[0][:used], made.y]
-
-    def input_() -> list[Tensor]:
-        g = triton_run.input_grads(rule, h, vn, dh, made)
-        return list(g)
+        dh, y, _ = triton_run.dstates(rule, do, None, want_dh0=False)
+        return [dh[:used], y]
 
     def gates() -> list[Tensor]:
         parts = triton_run.gate_grads(rule, grads, source, da, db)
@@ -109,7 +111,7 @@ def cases(heads: tuple[int, int], size: int, batch: int, window: int, device: to
         return [da, db, parts]
 
     def conv_bwd() -> list[Tensor]:
-        dw = triton_run.conv_backward(proj, conv, positions, d, grads.dqk, made.y, rule.beta, dproj)
+        dw = triton_run.conv_backward(proj, conv, positions, d, grads.dqk, y, rule.beta, dproj)
         return [dw.sum(0), dproj[:, d.qkv]]
 
     return [
@@ -117,9 +119,10 @@ def cases(heads: tuple[int, int], size: int, batch: int, window: int, device: to
         Case("wy", lambda: list(triton_run.prepare(q, k, v, source, chunks, 1.0)[3:6])),
         Case("state", states),
         Case("output", output),
-        Case("local", local),
+        Case("norm_bwd", norm_bwd),
+        Case("advance", lambda: [triton_run.advance(rule, h.even, vn).odd[used_states]]),
         Case("dstate", dstates),
-        Case("input", input_),
+        Case("input", lambda: list(triton_run.input_grads(rule, h, vn, dh, do, y))),
         Case("gates_bwd", gates),
         Case("conv_bwd", conv_bwd),
     ]

@@ -112,9 +112,20 @@ _HEADS = [
 def gated_delta_variants(arch: int) -> list[Variant]:
     """The gated delta rule and its mixer."""
     from cortiq_kernels.ops import configs
-    from cortiq_kernels.ops.gated_delta import bwd_triton, conv_triton, fwd_triton, gates_triton, triton_run, wy_triton
+    from cortiq_kernels.ops.gated_delta import (
+        bwd_triton,
+        chunks_triton,
+        conv_triton,
+        fwd_triton,
+        gates_triton,
+        norm_triton,
+        triton_run,
+        wy_triton,
+    )
 
-    out = []
+    types = {n: "*i32" for n in ("cu_ptr", "table_ptr", "offsets_ptr")} | {"sequences": "i32", "capacity": "i32"}
+    index = chunks_triton.chunk_index_kernel
+    out = [Variant("gdn chunk_index", index, types, {"ROWS": chunks_triton.ROWS, "BLOCK": chunks_triton.BLOCK}, 4)]
     for dtype, hk, group, dk, dv in _HEADS:
         kpad, vpad = triton_run.padded(dk), triton_run.padded(dv)
         hv, size = hk * group, max(kpad, vpad)
@@ -129,40 +140,31 @@ def gated_delta_variants(arch: int) -> list[Variant]:
             (
                 fwd_triton.state_kernel,
                 "state",
-                {**heads, "KPAD": kpad, "HAS_H0": not mixer, "HAS_HT": not mixer, "STORE_H": True},
+                {**heads, "KPAD": kpad, "HAS_H0": not mixer, "HAS_HT": not mixer},
             ),
-            (fwd_triton.output_kernel, "output", {**heads, "KPAD": kpad, "VPAD": vpad, "NORM": mixer}),
-            (
-                bwd_triton.local_kernel,
-                "local",
-                {**heads, "KPAD": kpad, "NORM": mixer, "WRITE_OUT": mixer},
-            ),
+            (fwd_triton.output_kernel, "output", {**heads, "KPAD": kpad, "VPAD": vpad, "NORM": mixer, "KEEP": mixer}),
             (
                 bwd_triton.dstate_kernel,
                 "dstate",
                 {**heads, "KPAD": kpad, "HAS_DHT": not mixer, "HAS_DH0": not mixer},
             ),
-            (
-                bwd_triton.input_kernel,
-                "input",
-                {**heads, "VPAD": vpad},
-            ),
+            (bwd_triton.input_kernel, "input", {**heads, "VPAD": vpad}),
         ]
         if mixer:
             span = {"HEADS": 2 * hk + hv, "D": dk, "PAD": triton_run.power(dk), "W": 4}
+            norm = {"HV": hv, "DV": dv, "PAD": triton_run.power(dv), "WRITE_OUT": True}
             chosen += [
                 (conv_triton.conv_kernel, "conv", span),
-                (conv_triton.conv_bwd_kernel, "conv_bwd", {**span, "GROUP": group}),
+                (conv_triton.conv_bwd_kernel, "conv_bwd", span),
+                (norm_triton.gated_norm_bwd_kernel, "norm_bwd", norm),
+                (fwd_triton.advance_kernel, "advance", {**heads, "KPAD": kpad}),
             ]
-        gate_shape = {"HV": hv, "PAD": triton_run.power(hv), "RAW": mixer}
+        gate_shape = {"HV": hv, "PAD": triton_run.power(hv), "RAW": mixer, "PARTS": -(-dk // 64)}
         chosen.append((gates_triton.gates_bwd_kernel, "gates_bwd", gate_shape))
         for kernel, name, constexprs in chosen:
             launch = dict(configs.launch("gated_delta", size, name, arch))
-            for width, of in (("BV", dv), ("BK", dk)):  # as triton_run cuts them
-                if width in launch and name != "wy":
-                    launch[width] = triton_run.block(launch[width], of)
-            if name == "local" and not mixer:
-                launch["BV"] = vpad
+            if "BV" in launch:
+                launch["BV"] = triton_run.block(launch["BV"], dv)  # as triton_run cuts it
             warps, stages, most = launch.pop("num_warps"), launch.pop("num_stages"), launch.pop("maxnreg", 0)
             types = _types(kernel, dtype, constexprs | launch)
             aligned = _aligned(types)
@@ -327,7 +329,8 @@ def attention_variants(arch: int) -> list[Variant]:
 def _aligned(types: dict[str, str]) -> tuple[str, ...]:
     """Arguments that are multiples of 16 in the models' shapes."""
     ends = ("_head", "_apart", "_start")
-    return tuple(n for n, t in types.items() if t[0] == "*" or "stride" in n or n.endswith(ends))
+    named = ("start", "channels")
+    return tuple(n for n, t in types.items() if t[0] == "*" or "stride" in n or n.endswith(ends) or n in named)
 
 
 _F32 = {

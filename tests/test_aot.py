@@ -36,8 +36,8 @@ ONE_OF_EACH = {v.kernel.fn.__name__: v for v in VARIANTS}.values()
 # Bytes. ptxas of some Triton versions (3.6, 3.8) spills up to four registers of the selection at 72 to 90 of the 255 it
 # may take; nothing that runs over every element spills.
 # The backward's kernels of the gated delta rule spill: with fewer programs an SM, which would not, they are slower.
-STACK = {"select_kernel": 16, "wy_kernel": 1024, "state_kernel": 512, "dstate_kernel": 256}
-STACK |= {"local_kernel": 2048, "input_kernel": 6144}
+STACK = {"select_kernel": 16, "wy_kernel": 1024, "state_kernel": 512, "dstate_kernel": 768}
+STACK |= {"input_kernel": 1536}
 STACK |= {"norm_bwd_kernel": 192}  # at 16384 columns alone
 # Attention with heads of 256: a program's sums take half of its registers, and the rest some row offsets too many.
 STACK |= {"attn_fwd_kernel": 128, "attn_bwd_kernel": 512, "attn_prep_bwd_kernel": 128}
@@ -55,6 +55,7 @@ def test_compiles_for_hopper_without_spills(variant):
 def test_compiles_for_other_architectures(variant, arch):
     made = aot.compile_variant(variant, arch)
     assert made.registers * 32 * variant.warps <= 65536, made
+    assert made.registers > 8, "a kernel that only traps: its products do not fit the tensor memory"
 
 
 def test_names_are_distinct_and_every_kernel_is_listed():

@@ -30,7 +30,9 @@ from cortiq_kernels.ops.gated_delta.layout import CHUNK, L2_EPS, GdnDims, unfit_
 from cortiq_kernels.ops.gated_delta.mixer import GdnSaved, gdn_mixer_bwd, gdn_mixer_fwd
 from cortiq_kernels.ops.triton_gate import use_triton
 
-KEPT = ("t", "g", "beta", "h", "vn", "table", "offsets")  # by the kernels, besides inputs; the last two of `ChunkIndex`
+# What the kernels keep besides inputs; the last two are of `ChunkIndex`.
+SCAN_KEPT = ("t", "g", "beta", "even", "odd", "vn", "table", "offsets")
+MIXER_KEPT = ("t", "g", "rstd", "even", "o", "vn", "table", "offsets")
 
 
 def chunk_gated_delta_rule(
@@ -102,15 +104,17 @@ def _unit(x: Tensor) -> Tensor:
 
 def _nothing(like: Tensor) -> list[Tensor]:
     """What a forward keeps that keeps nothing: a tensor each, for an operator may not return the same memory twice."""
-    return [like.new_empty((0,)) for _ in KEPT]
+    return [like.new_empty((0,)) for _ in SCAN_KEPT]
 
 
-def _fake_kept(like: Tensor, n: int, hv: int, dk: int, dv: int, sequences: int) -> list[Tensor]:
-    """What the kernels keep of n tokens."""
+def _fake_kept(like: Tensor, n: int, hv: int, dk: int, dv: int, sequences: int, *, mixer: bool) -> list[Tensor]:
+    """What the kernels keep of n tokens, in the order of SCAN_KEPT or MIXER_KEPT."""
     cap = n // CHUNK + sequences
-    sizes = ((hv, n, CHUNK), (hv, n), (hv, n), (cap, hv, dk, dv), (hv, n, dv), (cap, 2), (sequences + 1,))
+    half = ((cap + sequences) // 2, hv, dv, dk)
+    sizes = ((hv, n, CHUNK), (hv, n), (hv, n), half, (hv, n, dv) if mixer else half, (hv, n, dv), (cap, 3))
     work, acc, ints = like.dtype, torch.float32, torch.int32
-    return [like.new_empty(s, dtype=t) for s, t in zip(sizes, (work, acc, acc, work, work, ints, ints), strict=True)]
+    types = (work, acc, acc, work, work, work, ints, ints)
+    return [like.new_empty(s, dtype=t) for s, t in zip((*sizes, (sequences + 1,)), types, strict=True)]
 
 
 # The recurrence
@@ -127,8 +131,8 @@ def _scan_kernels(q: Tensor, v: Tensor, backend: str) -> bool:
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state=None, Tensor? cu_seqlens=None,"
     " float? scale=None, bool output_final_state=False, bool save=True, str backend='auto')"
-    " -> (Tensor o, Tensor final_state, Tensor t, Tensor g_sums, Tensor beta_used, Tensor h, Tensor vn, Tensor table,"
-    " Tensor offsets)",
+    " -> (Tensor o, Tensor final_state, Tensor t, Tensor g_sums, Tensor beta_used, Tensor even, Tensor odd, Tensor vn,"
+    " Tensor table, Tensor offsets)",
 )
 def _scan(
     q: Tensor,
@@ -151,7 +155,7 @@ def _scan(
     if saved is None or isinstance(saved, ChunkSaved):
         return o, final, *_nothing(v)
     rule = saved.rule
-    return o, final, rule.t, rule.g, rule.beta, saved.h, saved.vn, rule.chunks.table, rule.chunks.offsets
+    return o, final, rule.t, rule.g, rule.beta, *saved.h, saved.vn, rule.chunks.table, rule.chunks.offsets
 
 
 @_scan.register_fake
@@ -176,7 +180,7 @@ def _(
         final = v.new_empty((sequences, hv, dk, dv), dtype=acc_dtype(v.dtype))
     if not (save and _scan_kernels(q, v, backend)):
         return o, final, *_nothing(v)
-    return o, final, *_fake_kept(v, b * t, hv, dk, dv, sequences)
+    return o, final, *_fake_kept(v, b * t, hv, dk, dv, sequences, mixer=False)
 
 
 @torch.library.custom_op(
@@ -268,7 +272,8 @@ def _mixer_kernels(proj: Tensor, dk: int, dv: int, taps: int, backend: str) -> b
     mutates_args=(),
     schema="(Tensor proj, Tensor conv_weight, Tensor A_log, Tensor dt_bias, Tensor norm_weight, Tensor cu_seqlens,"
     " int nk, int nv, int dk, int dv, SymInt max_seqlen, float eps, bool save=True, str backend='auto')"
-    " -> (Tensor out, Tensor t, Tensor g_sums, Tensor beta, Tensor h, Tensor vn, Tensor table, Tensor offsets)",
+    " -> (Tensor out, Tensor t, Tensor g_sums, Tensor rstd, Tensor even, Tensor o, Tensor vn, Tensor table,"
+    " Tensor offsets)",
 )
 def _mixer(
     proj: Tensor,
@@ -293,7 +298,8 @@ def _mixer(
     )  # fmt: skip
     if saved is None or isinstance(saved, GdnSaved):
         return out, *_nothing(proj)
-    return out, saved.t, saved.g, saved.beta, saved.h, saved.vn, saved.chunks.table, saved.chunks.offsets
+    o, rstd = saved.kept
+    return out, saved.t, saved.g, rstd, saved.h, o, saved.vn, saved.chunks.table, saved.chunks.offsets
 
 
 @_mixer.register_fake
@@ -316,7 +322,7 @@ def _(
     out = proj.new_empty((proj.shape[0], nv * dv))
     if not (save and _mixer_kernels(proj, dk, dv, conv_weight.shape[-1], backend)):
         return out, *_nothing(proj)
-    return out, *_fake_kept(proj, proj.shape[0], nv, dk, dv, cu_seqlens.shape[0] - 1)
+    return out, *_fake_kept(proj, proj.shape[0], nv, dk, dv, cu_seqlens.shape[0] - 1, mixer=True)
 
 
 @torch.library.custom_op(
@@ -348,10 +354,11 @@ def _mixer_bwd(
     common: Any = dict(dims=dims, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, eps=eps)
     if kept[0].dim() == 3:
         from cortiq_kernels.ops.gated_delta.mixer_triton import TritonSaved
+        from cortiq_kernels.ops.gated_delta.triton_run import Kept
 
-        t, sums, beta, h, vn, table, offsets = kept
+        t, sums, rstd, h, o, vn, table, offsets = kept
         chunks = ChunkIndex(table, offsets, cu_seqlens.to(torch.int32).contiguous())
-        saved: Any = TritonSaved(unit_stride(proj), t, sums, beta, h, vn, chunks, None)
+        saved: Any = TritonSaved(unit_stride(proj), t, sums, h, vn, Kept(o, rstd), chunks, None)
     else:
         saved = gdn_mixer_fwd(proj, *weights, **common, backend="torch")[1]
     dconv, da, ddt, dnorm = (torch.empty_like(w, memory_format=torch.contiguous_format) for w in weights)

@@ -105,16 +105,17 @@ def mixer_saved(
 
     Attention: the log-sum-exp, and o before the gate (without a gate that is the layer's mix slot). Gated DeltaNet, per
     value head: the states that enter each chunk and the last one, T, V' and o, in the accumulation dtype, windows
-    padded to whole chunks; its kernels keep states, T and V' in the working dtype, decay sums and beta in f32,
-    and unless the policy is "cheap" q, k and v as the convolution leaves them (one tensor, of which q and k are read).
+    padded to whole chunks; its kernels keep the states of every second chunk, T, V' and o in the working dtype, decay
+    sums and the norm's rstd in f32, and unless the policy is "cheap" q, k and v as the convolution leaves them (one
+    tensor, of which q and k are read).
     """
     acc = acc_dtype(dtype).itemsize
     if g.is_full(layer):
         return n * g.nq * ((g.hd * dtype.itemsize if g.attn_gate else 0) + acc)
     if gdn_kernels(g, dtype, device):
         qkv = 0 if policy == "cheap" else n * g.conv_channels
-        elements = g.nv * (_kernel_states(g, n, sequences or n // window) + n * (CHUNK + g.dv)) + qkv
-        return elements * dtype.itemsize + 8 * n * g.nv
+        half = _kernel_states(g, n, 2 * (sequences or n // window)) // 2
+        return (g.nv * (half + n * (CHUNK + 2 * g.dv)) + qkv) * dtype.itemsize + 8 * n * g.nv
     chunk = gdn_chunk(window, device)
     chunks = -(-window // chunk) * (n // window)
     states = (chunks + n // window) * g.dk * g.dv
@@ -140,15 +141,15 @@ def layer_workspace(
         scores = 2.5 * g.nq * min(BLOCK_Q.get(device, BLOCK_Q["cpu"]), window)
         mixer = acc * n * ((5 * q + 4 * kv if backward else 2.5 * q + 3 * kv) + scores)
     elif gdn_kernels(g, dtype, device):
-        keys, v, group = 2 * g.nk * g.dk, g.nv * g.dv, g.nv // g.nk
-        if backward:
-            entering = g.nv * _kernel_states(g, n, sequences or n // window)
-            dqk = n * (keys * dtype.itemsize if group == 1 else 2 * g.nv * g.dk * 4)
+        keys, v = 2 * g.nk * g.dk, g.nv * g.dv
+        leaving, half = (g.nv * _kernel_states(g, n, k * (sequences or n // window)) // k for k in (1, 2))
+        if backward:  # q^ and k^, their gradients, do, Y, gradients of states, odd states; beta, dbeta, dG
             again = keys if policy == "cheap" else 0
-            mixer = dtype.itemsize * (n * (again + 3 * v) + entering) + 8 * n * g.nv + dqk
+            mixer = dtype.itemsize * (n * (again + keys + 2 * v) + leaving + half) + 16 * n * g.nv
         else:
+            odd = dtype.itemsize * half + 4 * n * g.nv  # and beta
             kept = mixer_saved(g, layer, n, window, dtype, device, sequences=sequences)
-            mixer = dtype.itemsize * n * (keys + v) + kept
+            mixer = dtype.itemsize * n * (keys + v) + odd + kept
     else:
         chunk = gdn_chunk(window, device)
         conv, v = 2 * g.nk * g.dk + g.nv * g.dv, g.nv * g.dv

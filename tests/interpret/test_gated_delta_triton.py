@@ -16,7 +16,7 @@ from interpreter import addresses_checked, unfit
 from ops_close import bits, same
 
 from cortiq_kernels.ops.gated_delta import chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd
-from cortiq_kernels.ops.gated_delta.chunks import chunk_index
+from cortiq_kernels.ops.gated_delta.chunks import ChunkIndex, chunk_index
 from cortiq_kernels.ops.gated_delta.layout import CHUNK, unfit_for_kernels
 
 F16, F32, NAN = torch.float16, torch.float32, float("nan")
@@ -246,23 +246,36 @@ def test_heads_that_do_not_fit_are_refused(rng):
     assert "5 taps" in unfit_for_kernels(torch.bfloat16, 64, 64, 5) and not unfit_for_kernels(torch.bfloat16, 128, 100)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("seed", range(20))
-def test_chunk_index_against_a_list(seed):
+def test_chunk_index_against_a_list(seed, backend):
     """Random lengths around multiples of a chunk, the starts padded or not."""
     draw = random.Random(seed)
     around = [0, 1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, draw.randrange(5 * CHUNK)]
     lengths = [draw.choice(around) for _ in range(draw.randrange(12))]
     n = sum(lengths)
     cu = cuts(*lengths, *[0] * draw.choice([0, 0, 7]), dtype=draw.choice([torch.int32, torch.int64]))
-    table, offsets, starts = chunk_index(cu, n)
+    table, offsets, starts = chunk_index(cu, n, backend=backend)
     want, before = [], [0]
     for lo, hi in zip(cu.tolist(), cu.tolist()[1:], strict=False):
         want += [[a, min(CHUNK, hi - a)] for a in range(lo, hi, CHUNK)]
         before.append(len(want))
-    assert table.tolist()[: len(want)] == want and (table[len(want) :, 1] == 0).all()
+    assert table[: len(want), :2].tolist() == want and (table[len(want) :, 1] == 0).all()
     assert offsets.tolist() == before and starts.tolist() == cu.tolist()
-    assert table.shape == (n // CHUNK + cu.numel() - 1, 2)
+    assert table.shape == (n // CHUNK + cu.numel() - 1, 3)
+    places = table[: len(want), 2].tolist()
+    half = ChunkIndex(table, offsets, starts).half
+    assert len(set(places)) == len(want) and all(0 <= p < 2 * half for p in places)
+    assert [p % 2 for p in places] == [(i - max(b for b in before if b <= i)) % 2 for i in range(len(want))]
     assert {x.dtype for x in (table, offsets, starts)} == {torch.int32}
+
+
+def test_chunk_index_of_more_sequences_than_a_block():
+    lengths = [(0, 1, 65, 2, 130)[i % 5] for i in range(1200)]
+    one, other = (chunk_index(cuts(*lengths), sum(lengths), backend=b) for b in ("torch", "triton"))
+    used = int(one.offsets[-1])
+    assert torch.equal(one.offsets, other.offsets) and torch.equal(one.table[:used], other.table[:used])
+    assert one.table.shape == other.table.shape and (other.table[used:, 1] == 0).all()
 
 
 ODD = [((0, 3, 65, 1), (1, 2, 24, 17)), ((64,), (1, 1, 40, 64)), ((1,), (2, 2, 3, 5))]  # lengths; HK, HV, DK, DV
@@ -278,7 +291,7 @@ def test_every_address_is_inside_its_tensor(lengths, sizes, dtype, rng):
     k.copy_(case.k)
     with addresses_checked() as seen:
         got = scan_run(case._replace(k=k), cuts(*lengths))
-    names = {"wy", "state", "output", "local", "dstate", "input", "gates_bwd"}
+    names = {"wy", "state", "output", "dstate", "input", "gates_bwd"}
     assert set(seen) == {f"{name}_kernel" for name in names}
     assert all(torch.isfinite(x).all() for x in got.values())
 

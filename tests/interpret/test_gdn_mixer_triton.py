@@ -184,6 +184,7 @@ def test_every_address_is_inside_its_tensor(dims, quick, rng):
     case = case._replace(proj=wide[:, 2:-3])
     with addresses_checked() as seen:
         got = mixer_run(case, cuts(0, 1, 1, 34, 35), 35)
-    names = {"conv", "wy", "state", "output", "local", "dstate", "input", "gates_bwd", "conv_bwd", "parts"}
+    names = {"conv", "wy", "state", "output", "gated_norm_bwd", "advance", "dstate", "input", "gates_bwd", "conv_bwd"}
+    names.add("parts")
     assert set(seen) == {f"{name}_kernel" for name in names}
     assert all(torch.isfinite(x).all() for x in got.values())

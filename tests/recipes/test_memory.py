@@ -201,7 +201,8 @@ def test_every_part_of_a_plan_moves_with_its_cause(world, tmp_path):
 
 
 def test_room_for_more_sequences_is_room_for_their_chunks():
-    """Of the Gated DeltaNet kernels: a state a head for each of them, kept by every layer of that kind."""
+    """Of the Gated DeltaNet kernels: a state a head for each of them, kept by every layer of that kind; a backward has
+    room for another, and for a gradient."""
     g = geometry("LLF", dk=64, dv=64)
     said = [
         train_bytes(g, 256, 64, 9, torch.bfloat16, "cuda", first=0, train_from=0, trained=0, sequences=s)
@@ -209,5 +210,5 @@ def test_room_for_more_sequences_is_room_for_their_chunks():
     ]
     assert said[0] == said[1]
     more = 100 * g.nv * g.dk * g.dv * 2
-    assert said[2].saved - said[1].saved == 2 * more and said[2].workspace - said[1].workspace in (0, more)
+    assert said[2].saved - said[1].saved == 2 * more and 0 <= said[2].workspace - said[1].workspace <= 2 * more
     assert said[2].buffers == said[1].buffers

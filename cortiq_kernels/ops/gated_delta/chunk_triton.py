@@ -18,7 +18,7 @@ class TritonChunkSaved(NamedTuple):
 
     rule: run.Rule
     source: run.Gates
-    h: Tensor  # [cap, HV, DK, DV]
+    h: run.States
     vn: Tensor  # [HV, N, DV]
     shape: tuple[int, ...]  # of v
     dtypes: tuple[torch.dtype, ...]  # of q, k, v, g, beta
@@ -36,7 +36,8 @@ class TritonChunkSaved(NamedTuple):
     @property
     def state_shape(self) -> tuple[int, ...]:
         """[S, HV, DK, DV]"""
-        return (self.rule.chunks.sequences, *self.h.shape[1:])
+        hv, dv, dk = self.h.even.shape[1:]
+        return (self.rule.chunks.sequences, hv, dk, dv)
 
 
 def rows(x: Tensor) -> Tensor:
@@ -92,15 +93,15 @@ def restored(
     *,
     has_state: bool,
 ) -> TritonChunkSaved:
-    """What `chunk_fwd` returned, from its inputs q, k, v, g, beta and, of it, T, decay sums, beta, h, V' and the chunk
-    index's table and offsets."""
+    """What `chunk_fwd` returned, from its inputs q, k, v, g, beta and, of it, T, decay sums, beta, the states of even
+    and odd chunks, V' and the chunk index's table and offsets."""
     q, k, v, g, beta = inputs
-    t, sums, used, h, vn, table, offsets = kept
+    t, sums, used, even, odd, vn, table, offsets = kept
     q_rows, k_rows = (rows(x.to(v.dtype)) for x in (q, k))
     shape = (q_rows.shape[0], v.shape[2], v.shape[3])
     rule = run.Rule(q_rows, k_rows, shape, t, sums, used, ChunkIndex(table, offsets, starts(q, cu_seqlens)), scale)
     dtypes = tuple(x.dtype for x in inputs)
-    return TritonChunkSaved(rule, _gates(g, beta), h, vn, tuple(v.shape), dtypes, has_state)
+    return TritonChunkSaved(rule, _gates(g, beta), run.States(even, odd), vn, tuple(v.shape), dtypes, has_state)
 
 
 def chunk_bwd(
@@ -109,13 +110,13 @@ def chunk_bwd(
     """dq, dk, dv, dg, dbeta in the shapes and dtypes of the inputs, and dh0 in f32."""
     rule, (batch, length, hv, dv_size) = saved.rule, saved.shape
     n, hk, dk_size = rule.q.shape
-    made = run.local(rule, saved.h, saved.vn, rows(do.to(rule.q.dtype)), None, None, None)
+    do = rows(do.to(rule.q.dtype))
     dht = None if dht is None else dht.float().contiguous()
-    dh, dh0 = run.dstates(rule, made, dht, want_dh0=saved.has_state)
-    parts = run.input_grads(rule, saved.h, saved.vn, dh, made)
-    dq, dk = (x.unflatten(0, (hk, -1)).sum(1).transpose(0, 1) for x in parts.dqk)  # [N, HK, DK]
+    dh, y, dh0 = run.dstates(rule, do, dht, want_dh0=saved.has_state)
+    parts = run.input_grads(rule, saved.h, saved.vn, dh, do, y)
+    dq, dk = parts.dqk.transpose(1, 2).unbind(0)  # [N, HK, DK]
     dv = torch.empty(n, hv, dv_size, dtype=saved.dtypes[2], device=do.device)
-    torch.mul(made.y.transpose(0, 1), rule.beta.t()[:, :, None], out=dv)
+    torch.mul(y.transpose(0, 1), rule.beta.t()[:, :, None], out=dv)
     dg, dbeta = (torch.empty(n, hv, dtype=torch.float32, device=do.device) for _ in range(2))
     run.gate_grads(rule, parts, saved.source, dg, dbeta)
     grads = (dq, dk, dv, dg, dbeta)

@@ -17,13 +17,13 @@ from .wy_triton import softplus
 
 @jit.kernel(do_not_specialize=["n"])
 def gates_bwd_kernel(
-    dgs_ptr,  # [HV, N] f32 dG
+    dgs_ptr,  # [PARTS, HV, N] f32 parts of dG
     dbeta_ptr,  # [HV, N] f32 beta dbeta
     a_ptr,  # [N, HV] a, RAW only; row stride ab_stride
     beta_ptr,  # [HV, N] f32
     a_log_ptr,  # [HV] f32, RAW only
     dt_ptr,  # [HV] f32, RAW only
-    table_ptr,  # [cap, 2] int32
+    table_ptr,  # [cap, 3] int32
     da_ptr,  # [N, HV] out: da, or without RAW dg; row stride da_stride
     db_ptr,  # [N, HV] out: db, or without RAW dbeta
     part_ptr,  # [cap, 2, HV] f32 out, RAW only: the chunk's part of dA_log and ddt_bias
@@ -33,6 +33,7 @@ def gates_bwd_kernel(
     HV: tl.constexpr,
     PAD: tl.constexpr,  # HV padded
     RAW: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """One program a chunk, all heads."""
     C: tl.constexpr = 64
@@ -51,6 +52,8 @@ def gates_bwd_kernel(
     mask = heads[:, None] & (r < rows)[None, :]
     at = h.to(tl.int64)[:, None] * n + row[None, :]
     dgs = tl.load(dgs_ptr + at, mask=mask, other=0)
+    for j in tl.static_range(1, PARTS):
+        dgs += tl.load(dgs_ptr + at + j * HV * n.to(tl.int64), mask=mask, other=0)
     dbeta = tl.load(dbeta_ptr + at, mask=mask, other=0)
     beta = tl.load(beta_ptr + at, mask=mask, other=1)
     dg = tl.cumsum(dgs, 1, reverse=True)

@@ -149,13 +149,15 @@ def gdn_mixer_fwd(
     positions = token_positions(op, cu_seqlens, n, index)
     unfit = unfit_for_kernels(proj.dtype, dims.dk, dims.dv, dims.conv, gpu=proj.is_cuda)
     if use_triton(op, proj, backend, unfit):
-        from .mixer_triton import mixer_fwd
+        from .mixer_triton import compile_kernels, mixer_fwd
 
-        target = unit_stride(out)
+        target, rows = unit_stride(out), unit_stride(proj)
+        weights = (conv_weight, A_log, dt_bias, norm_weight)
         with launching_on(proj):
+            compile_kernels(rows, weights, target, dims=dims, eps=eps, save=save)
             saved = mixer_fwd(
-                unit_stride(proj), (conv_weight, A_log, dt_bias, norm_weight), target, dims=dims, positions=positions,
-                chunks=chunks or chunk_index(cu_seqlens, n), eps=eps, save=save, keep_all=keep == "all",
+                rows, weights, target, dims=dims, positions=positions, chunks=chunks or chunk_index(cu_seqlens, n),
+                eps=eps, save=save, keep_all=keep == "all",
             )  # fmt: skip
         return (out if target is out else out.copy_(target)), saved
     length = max_seqlen

@@ -17,6 +17,7 @@ from . import bwd_triton as bwd
 from . import conv_triton as conv
 from . import fwd_triton as fwd
 from . import gates_triton as gates
+from . import norm_triton as norms
 from . import wy_triton as wy
 from .chunks import ChunkIndex
 from .layout import CHUNK, GdnDims
@@ -103,118 +104,149 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, source: Gates, chunks: ChunkIndex, 
     return rule
 
 
-def states(rule: Rule, v: Tensor, h0: Tensor | None, *, final: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(h [cap, HV, DK, DV] entering states, V' [HV, N, DV], final states [S, HV, DK, DV] f32 or None)."""
+class States(NamedTuple):
+    """States that enter the chunks, value channels first, where the chunks' table says."""
+
+    even: Tensor  # [half, HV, DV, DK] working dtype
+    odd: Tensor
+
+
+def states(rule: Rule, v: Tensor, h0: Tensor | None, *, final: bool) -> tuple[States, Tensor, Tensor | None]:
+    """(entering states, V' [HV, N, DV], final states [S, HV, DK, DV] f32 or None)."""
     n, hv, dv = v.shape
     dk, s, like = rule.q.shape[2], rule.chunks.sequences, rule.k
-    h = torch.empty(rule.chunks.capacity, hv, dk, dv, dtype=like.dtype, device=like.device)
+    h = States(*(_half_states(rule) for _ in range(2)))
     vn = torch.empty(hv, n, dv, dtype=like.dtype, device=like.device)
     ht = torch.empty(s, hv, dk, dv, dtype=torch.float32, device=like.device) if final else None
     launch = dict(rule.launch("state"))
     launch["BV"] = block(launch["BV"], dv)
     fwd.state_kernel[(s * hv * -(-dv // launch["BV"]),)](
         rule.k, v, rule.t, rule.g, rule.beta, rule.chunks.cu_seqlens, rule.chunks.offsets,
-        rule.g if h0 is None else h0, h, vn, rule.g if ht is None else ht,
+        rule.g if h0 is None else h0, h.even, h.odd, vn, rule.g if ht is None else ht,
         n, rule.k.stride(0), rule.k.stride(1), v.stride(0), v.stride(1),
-        **rule.shape, KPAD=rule.kpad, HAS_H0=h0 is not None, HAS_HT=final, STORE_H=True, **launch,
+        **rule.shape, KPAD=rule.kpad, HAS_H0=h0 is not None, HAS_HT=final, **launch,
     )  # fmt: skip
     return h, vn, ht
 
 
+def _half_states(rule: Rule) -> Tensor:
+    _, hv, dv = rule.v_shape
+    shape = (rule.chunks.half, hv, dv, rule.q.shape[2])
+    return torch.empty(shape, dtype=rule.k.dtype, device=rule.k.device)
+
+
+def advance(rule: Rule, even: Tensor, vn: Tensor) -> States:
+    """The odd chunks' entering states again, from those before them."""
+    n, hv, dv = rule.v_shape
+    odd = _half_states(rule)
+    launch = dict(rule.launch("advance"))
+    launch["BV"] = block(launch["BV"], dv)
+    fwd.advance_kernel[(rule.chunks.capacity * hv * -(-dv // launch["BV"]),)](
+        rule.k, vn, rule.g, even, odd, rule.chunks.table, n, rule.k.stride(0), rule.k.stride(1),
+        **rule.shape, KPAD=rule.kpad, **launch,
+    )  # fmt: skip
+    return States(even, odd)
+
+
 class Norm(NamedTuple):
-    """The mixer's gated norm, as the epilogue of the output and the prologue of its backward."""
+    """The mixer's gated norm, the epilogue of the output."""
 
     z: Tensor  # [N, HV*DV], unit last stride
     weight: Tensor  # [DV] f32
     eps: float
 
 
-def outputs(rule: Rule, h: Tensor, vn: Tensor, out: Tensor, norm: Norm | None) -> None:
+class Kept(NamedTuple):
+    """What the gated norm keeps for its backward."""
+
+    o: Tensor  # [HV, N, DV]
+    rstd: Tensor  # [HV, N] f32
+
+
+def outputs(rule: Rule, h: States, vn: Tensor, out: Tensor, norm: Norm | None, *, keep: bool = False) -> Kept | None:
     """o, or with `norm` the mixer's output, into out [N, HV*DV] (unit last stride)."""
+    n, hv, dv = rule.v_shape
+    kept = None
+    if keep:
+        kept = Kept(torch.empty_like(vn), torch.empty(hv, n, dtype=torch.float32, device=vn.device))
     z = out if norm is None else norm.z
-    fwd.output_kernel[(rule.chunks.capacity * rule.v_shape[1],)](
-        rule.q, rule.k, vn, rule.g, h, z, rule.g if norm is None else norm.weight, rule.chunks.table, out,
-        rule.n, rule.scale, 0.0 if norm is None else norm.eps,
+    fwd.output_kernel[(rule.chunks.capacity * hv,)](
+        rule.q, rule.k, vn, rule.g, *h, z, rule.g if norm is None else norm.weight, rule.chunks.table,
+        out if kept is None else kept.o, rule.g if kept is None else kept.rstd, out,
+        n, rule.scale, 0.0 if norm is None else norm.eps,
         rule.q.stride(0), rule.q.stride(1), rule.k.stride(0), rule.k.stride(1), z.stride(0), out.stride(0),
-        **rule.shape, KPAD=rule.kpad, VPAD=rule.vpad, NORM=norm is not None, **rule.launch("output"),
+        **rule.shape, KPAD=rule.kpad, VPAD=rule.vpad, NORM=norm is not None, KEEP=keep, **rule.launch("output"),
     )  # fmt: skip
+    return kept
 
 
-class Local(NamedTuple):
-    """What `local` makes."""
+class NormGrads(NamedTuple):
+    """What `norm_backward` makes."""
 
     do: Tensor  # [HV, N, DV] gradient of o
-    y: Tensor  # [HV, N, DV], which `dstates` writes
-    dvl: Tensor  # [HV, N, DV] P^T do
-    dnorm: Tensor | None  # [cap*HV, DV] f32 parts
+    beta: Tensor  # [HV, N] f32, as the forward had it
+    dnorm: Tensor  # [P, HV, DV] f32 parts
 
 
-def local(
-    rule: Rule, h: Tensor, vn: Tensor, dout: Tensor, norm: Norm | None, dz: Tensor | None, out: Tensor | None
-) -> Local:
-    """P^T do; with `norm` the gated norm's backward before it: dz [N, HV*DV] `=`, parts of dnorm, and out again.
+def norm_backward(kept: Kept, norm: Norm, b: Tensor, dout: Tensor, dz: Tensor, out: Tensor | None) -> NormGrads:
+    """dz [N, HV*DV] `=`, and unless None the forward's out again; dout like them, b [N, HV], unit last strides."""
+    hv, n, dv = kept.o.shape
+    launch = configs.launch("gated_delta", padded(dv), "norm_bwd")
+    parts = -(-n // launch["ROWS"])
+    do, beta = torch.empty_like(kept.o), torch.empty_like(kept.rstd)
+    dnorm = torch.empty(parts, hv, dv, dtype=torch.float32, device=do.device)
+    again = dz if out is None else out
+    norms.gated_norm_bwd_kernel[(parts * hv,)](
+        kept.o, kept.rstd, norm.z, b, norm.weight, dout, do, dz, again, beta, dnorm,
+        n, norm.z.stride(0), b.stride(0), dout.stride(0), dz.stride(0), again.stride(0),
+        HV=hv, DV=dv, PAD=power(dv), WRITE_OUT=out is not None, **launch,
+    )  # fmt: skip
+    return NormGrads(do, beta, dnorm)
 
-    dout: [N, HV, DV], unit last stride.
+
+def dstates(rule: Rule, do: Tensor, dht: Tensor | None, *, want_dh0: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dh [cap, HV, DV, DK] gradients of leaving states, Y [HV, N, DV], dh0 [S, HV, DK, DV] f32 or None).
+
+    do: [N, HV, DV], unit last stride.
     """
     n, hv, dv = rule.v_shape
-    like = rule.k
-    do, y, dvl = (torch.empty(hv, n, dv, dtype=like.dtype, device=like.device) for _ in range(3))
-    dnorm = None
-    if norm is not None:
-        dnorm = torch.empty(rule.chunks.capacity * hv, dv, dtype=torch.float32, device=like.device)
-    z = rule.g if norm is None else norm.z
-    again = dvl if out is None else out
-    launch = dict(rule.launch("local"))
-    launch["BV"] = block(launch["BV"], dv) if norm is not None else rule.vpad  # o is not made again: one block does
-    bwd.local_kernel[(rule.chunks.capacity * hv,)](
-        rule.q, rule.k, vn, rule.g, h, z, rule.g if norm is None else norm.weight, dout, rule.chunks.table,
-        do, dvl, dvl if dz is None else dz, again, rule.g if dnorm is None else dnorm,
-        n, rule.scale, 0.0 if norm is None else norm.eps,
-        rule.q.stride(0), rule.q.stride(1), rule.k.stride(0), rule.k.stride(1),
-        z.stride(0), dout.stride(0), dout.stride(1), 0 if dz is None else dz.stride(0), again.stride(0),
-        **rule.shape, KPAD=rule.kpad, NORM=norm is not None, WRITE_OUT=out is not None, **launch,
-    )  # fmt: skip
-    return Local(do, y, dvl, dnorm)
-
-
-def dstates(rule: Rule, made: Local, dht: Tensor | None, *, want_dh0: bool) -> tuple[Tensor, Tensor | None]:
-    """(dh [cap, HV, DK, DV] gradients of leaving states, dh0 [S, HV, DK, DV] f32 or None); Y into made.y."""
-    n, hv, dv = rule.v_shape
     dk, s, like = rule.q.shape[2], rule.chunks.sequences, rule.k
-    dh = torch.empty(rule.chunks.capacity, hv, dk, dv, dtype=like.dtype, device=like.device)
+    dh = torch.empty(rule.chunks.capacity, hv, dv, dk, dtype=like.dtype, device=like.device)
+    y = torch.empty(hv, n, dv, dtype=like.dtype, device=like.device)
     dh0 = torch.empty(s, hv, dk, dv, dtype=torch.float32, device=like.device) if want_dh0 else None
     launch = dict(rule.launch("dstate"))
     launch["BV"] = block(launch["BV"], dv)
     bwd.dstate_kernel[(s * hv * -(-dv // launch["BV"]),)](
-        rule.q, rule.k, rule.t, rule.g, rule.beta, made.do, made.dvl, rule.chunks.cu_seqlens, rule.chunks.offsets,
-        rule.g if dht is None else dht, dh, made.y, rule.g if dh0 is None else dh0,
+        rule.q, rule.k, rule.t, rule.g, rule.beta, do, rule.chunks.cu_seqlens, rule.chunks.offsets,
+        rule.g if dht is None else dht, dh, y, rule.g if dh0 is None else dh0,
         n, rule.scale,
-        rule.q.stride(0), rule.q.stride(1), rule.k.stride(0), rule.k.stride(1),
+        rule.q.stride(0), rule.q.stride(1), rule.k.stride(0), rule.k.stride(1), do.stride(0), do.stride(1),
         **rule.shape, KPAD=rule.kpad, HAS_DHT=dht is not None, HAS_DH0=want_dh0, **launch,
     )  # fmt: skip
-    return dh, dh0
+    return dh, y, dh0
 
 
 class InputGrads(NamedTuple):
     """What `input_grads` makes."""
 
-    dqk: Tensor  # [2, HV, N, DK] dq, dk of each value head: working dtype, or f32 where some share a key head
-    dg: Tensor  # [HV, N] f32 dG
+    dqk: Tensor  # [2, HK, N, DK] dq, dk
+    dg: Tensor  # [P, HV, N] f32 parts of dG
     dbeta: Tensor  # [HV, N] f32 beta dbeta
 
 
-def input_grads(rule: Rule, h: Tensor, vn: Tensor, dh: Tensor, made: Local) -> InputGrads:
-    """dq, dk of each value head, dG and beta dbeta."""
-    n, _, size = rule.q.shape
+def input_grads(rule: Rule, h: States, vn: Tensor, dh: Tensor, do: Tensor, y: Tensor) -> InputGrads:
+    """dq, dk, dG and beta dbeta; do as `dstates` takes it, the others as it and `states` make them."""
+    n, hk, size = rule.q.shape
     hv = rule.v_shape[1]
-    launch = dict(rule.launch("input"))
-    launch["BK"] = block(launch["BK"], size)
-    alone = hv == rule.q.shape[1]
-    dqk = torch.empty(2, hv, n, size, dtype=rule.q.dtype if alone else torch.float32, device=h.device)
-    dg, dbeta = (torch.empty(hv, n, dtype=torch.float32, device=h.device) for _ in range(2))
-    bwd.input_kernel[(rule.chunks.capacity * hv,)](
-        rule.q, rule.k, vn, rule.g, rule.beta, h, dh, made.do, made.y, rule.chunks.table, dqk[0], dqk[1], dg, dbeta,
-        n, rule.scale, rule.q.stride(0), rule.q.stride(1), rule.k.stride(0), rule.k.stride(1),
+    launch = rule.launch("input")
+    parts = -(-size // launch["BK"])
+    dqk = torch.empty(2, hk, n, size, dtype=rule.q.dtype, device=vn.device)
+    dg = torch.empty(parts, hv, n, dtype=torch.float32, device=vn.device)
+    dbeta = torch.empty(hv, n, dtype=torch.float32, device=vn.device)
+    bwd.input_kernel[(rule.chunks.capacity * hk * parts,)](
+        rule.q, rule.k, vn, rule.g, rule.beta, *h, dh, do, y, rule.chunks.table, dqk[0], dqk[1], dg, dbeta,
+        n, rule.scale,
+        rule.q.stride(0), rule.q.stride(1), rule.k.stride(0), rule.k.stride(1), do.stride(0), do.stride(1),
         **rule.shape, VPAD=rule.vpad, **launch,
     )  # fmt: skip
     return InputGrads(dqk, dg, dbeta)
@@ -230,7 +262,7 @@ def gate_grads(rule: Rule, grads: InputGrads, source: Gates, da: Tensor, db: Ten
         grads.dg, grads.dbeta, source.a, rule.beta, source.a_log if raw else rule.g, source.dt if raw else rule.g,
         rule.chunks.table, da, db, parts if raw else rule.g,
         n, source.a.stride(0), da.stride(0),
-        HV=hv, PAD=power(hv), RAW=raw, **rule.launch("gates_bwd"),
+        HV=hv, PAD=power(hv), RAW=raw, PARTS=grads.dg.shape[0], **rule.launch("gates_bwd"),
     )  # fmt: skip
     return parts
 
@@ -256,7 +288,7 @@ def conv_forward(
     for span in _spans(dims, values):
         pad = power(span["D"])
         launch = configs.launch("gated_delta", padded(span["D"]), "conv")
-        conv.conv_kernel[(-(-n // (launch["STRIPS"] * launch["STEPS"])) * span["HEADS"],)](
+        conv.conv_kernel[(-(-n // launch["ROWS"]) * span["HEADS"],)](
             proj, weight, positions, y, n, dims.dk**-0.5, proj.stride(0), y.stride(0),
             **span, PAD=pad, W=dims.conv, **launch,
         )  # fmt: skip
@@ -267,7 +299,7 @@ def conv_forward(
 def conv_backward(
     proj: Tensor, weight: Tensor, positions: Tensor, dims: GdnDims, dqk: Tensor, y: Tensor, beta: Tensor, dproj: Tensor
 ) -> Tensor:
-    """The q | k | v columns of dproj `=`, from dqk [2, nv, N, dk], Y and beta; returns parts [P, C, W] of dweight."""
+    """The q | k | v columns of dproj `=`, from dqk [2, nk, N, dk], Y and beta; returns parts [P, C, W] of dweight."""
     n, width = proj.shape[0], dims.conv_width
     spans = _spans(dims, True)
     launches = [configs.launch("gated_delta", padded(s["D"]), "conv_bwd") for s in spans]
@@ -278,6 +310,6 @@ def conv_backward(
         conv.conv_bwd_kernel[(count * span["HEADS"],)](
             proj, weight, positions, dqk, y, beta, dproj, dw, n, dims.dk**-0.5, width,
             proj.stride(0), dproj.stride(0),
-            **span, GROUP=dims.nv // dims.nk, PAD=power(span["D"]), W=dims.conv, **launch,
+            **span, PAD=power(span["D"]), W=dims.conv, **launch,
         )  # fmt: skip
     return dw
