@@ -56,7 +56,10 @@ def mixed(case: Mixer, cu, window, leaves, **kw):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("packed,state", [(False, True), (True, False)])
-def test_opcheck_scan(packed, state, backend, rng):
+def test_opcheck_scan(packed, state, backend, rng, monkeypatch):
+    if backend == "triton":  # states of chunks that are not there are never written, and opcheck compares them, too
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *size, **kw: empty(*size, **kw).fill_(0))
     cu = cuts(0, 2, 5) if packed else None
     case = scan_case(rng, 1, 5, 1, 2, 6, 4, states=2 if packed else None, state=state)
     q, k, v, g, beta, *h0 = scan_leaves(case, F32)

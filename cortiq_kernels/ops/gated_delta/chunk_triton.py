@@ -114,7 +114,8 @@ def chunk_bwd(
     dht = None if dht is None else dht.float().contiguous()
     dh, y, dh0 = run.dstates(rule, do, dht, want_dh0=saved.has_state)
     parts = run.input_grads(rule, saved.h, saved.vn, dh, do, y)
-    dq, dk = parts.dqk.transpose(1, 2).unbind(0)  # [N, HK, DK]
+    # [N, HK, DK], each in memory of its own: with one head they lie in one piece already, and views may not leave.
+    dq, dk = (x.clone(memory_format=torch.contiguous_format) for x in parts.dqk.transpose(1, 2))
     dv = torch.empty(n, hv, dv_size, dtype=saved.dtypes[2], device=do.device)
     torch.mul(y.transpose(0, 1), rule.beta.t()[:, :, None], out=dv)
     dg, dbeta = (torch.empty(n, hv, dtype=torch.float32, device=do.device) for _ in range(2))

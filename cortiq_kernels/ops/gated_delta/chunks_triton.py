@@ -33,12 +33,13 @@ def chunk_index_kernel(
         here = s < sequences
         length = tl.load(cu_ptr + s + 1, mask=here, other=0) - tl.load(cu_ptr + s, mask=here, other=0)
         ends = total + tl.cumsum((length + C - 1) // C, 0)
-        tl.store(offsets_ptr + s + 1, ends, mask=here & (tl.program_id(0) == 0))
+        tl.store(offsets_ptr + s + 1, ends, mask=s < tl.where(tl.program_id(0) == 0, sequences, 0))
         past = here[None, :] & (ends[None, :] <= i[:, None])
         seq += tl.sum(past.to(tl.int32), 1)
         before = tl.maximum(before, tl.max(tl.where(past, ends[None, :], 0), 1))
         total = tl.maximum(total, tl.max(ends, 0))
-    tl.store(offsets_ptr + tl.arange(0, 1), tl.zeros([1], tl.int32), mask=tl.program_id(0) == 0)
+    zero = tl.arange(0, 1)
+    tl.store(offsets_ptr + zero, zero, mask=zero + tl.program_id(0) == 0)
     inside = (i < total) & (i < capacity)
     start = tl.load(cu_ptr + seq, mask=inside, other=0) + (i - before) * C
     rows = tl.minimum(tl.load(cu_ptr + seq + 1, mask=inside, other=0) - start, C)
