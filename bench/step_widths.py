@@ -51,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts: dict[str, dict[str, Any]] = {}
     for keep in args.keep:
         name = f"{keep:.0%}"
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         dense.masks = random_masks(g, keep, whole.acc_dtype, device)
         want = dense.loss([micro])
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         cut = compact(whole, dense.masks, train="layers")
         trainer = Trainer(cut.weights, n, args.window, policy=args.policy, masks=cut.masks or None)
         evaluator = Evaluator(cut.weights, n, args.window, trainer.buffers, cut.masks or None, trainer.programs)
