@@ -29,6 +29,7 @@ from cortiq_kernels.report.style import STYLE
 from cortiq_kernels.step import Trainer
 from cortiq_kernels.step import backward as backward_module
 from cortiq_kernels.step import forward as forward_module
+from cortiq_kernels.step import gates as gates_module
 from cortiq_kernels.step import loss as loss_module
 from cortiq_kernels.step import update as update_module
 
@@ -125,7 +126,7 @@ def named_ops() -> Iterator[None]:
     """Inside, what the step's modules call of the ops is named for the profiler."""
     before: list[tuple[Any, str, Any]] = []
     try:
-        for module in (forward_module, backward_module, loss_module, update_module):
+        for module in (forward_module, backward_module, loss_module, update_module, gates_module):
             for name, function in list(vars(module).items()):
                 family = next((f for start, f in FAMILIES.items() if name.startswith(start)), None)
                 if family is not None and callable(function):

@@ -38,7 +38,7 @@ from cortiq_kernels.recipes.fold_config import FoldConfig
 from cortiq_kernels.recipes.gram_file import Grams
 from cortiq_kernels.recipes.heal_loop import F16_LOSS_SCALE
 from cortiq_kernels.recipes.inputs import Progress, Ticks, fit_shape, geometry_summary, load_for, silent
-from cortiq_kernels.recipes.keep import keep_widths, neuron_ranking, unions
+from cortiq_kernels.recipes.keep import keep_widths, neuron_ranking, share_of_all, unions
 from cortiq_kernels.recipes.lock import check_unlocked, locked
 from cortiq_kernels.recipes.mask_file import Masks, read_masks
 from cortiq_kernels.recipes.memory import check_fits, forward_memory
@@ -239,6 +239,8 @@ def _widths(cfg: FoldConfig, model: ModelDir, masks: Masks | None) -> list[int]:
         for i, (want, most) in enumerate(zip(cfg.widths, have, strict=True)):
             need(want <= most, f"fold: widths: layer {i}", want, f"at most its {most} neurons", "Set --widths.")
         return list(cfg.widths)
+    if masks is not None and cfg.per_layer and cfg.keep is not None:
+        return keep_widths(share_of_all(masks.logits, len(have), cfg.keep), have, cfg.align, False)
     if masks is not None and cfg.keep is None and cfg.width is None:
         return keep_widths([int(k.sum()) for k in unions(masks.kept, len(have))], have, cfg.align, not cfg.per_layer)
     least = min(have)

@@ -41,7 +41,8 @@ class FoldConfig:
     masks: Path | None = None
     """mask file of cortiq masks for this model: neurons are ranked by its logits, instead of `rank`"""
     per_layer: bool = False
-    """with masks: every layer keeps its own open gates, rounded up to `align`; only this package loads the result"""
+    """with masks: every layer keeps its own open gates, or with `keep` those of its gates that are among this share of the
+    whole model's, rounded up to `align`; only this package loads the result"""
     keep: float | None = None
     """share of the neurons to keep, in (0, 1]; the width is rounded up to a multiple of `align`; default 0.5, and with
     masks what the layer with most open gates needs"""
@@ -80,8 +81,8 @@ class FoldConfig:
             "Name it with --masks, or drop --per-layer.",
         )  # fmt: skip
         need(
-            not self.per_layer or (self.keep is None and self.width is None and not self.widths), "fold: per_layer",
-            "per_layer with a width", "one of them", "Drop --per-layer, or --keep, --width and --widths.",
+            not self.per_layer or (self.width is None and not self.widths), "fold: per_layer", "per_layer with a width",
+            "one of them", "Drop --per-layer, or --width and --widths.",
         )  # fmt: skip
         check_least("fold", self, {"align": 1, "window": 2, "batch": 1, "width": 1, "max_batches": 1})
         need(0 < self.ridge <= 1, "fold: ridge", self.ridge, "a number in (0, 1]", "Set --ridge, for instance 1e-3.")

@@ -43,6 +43,18 @@ def keep_masks(logits: Sequence[Tensor], tau: float, align: int, uniform: bool) 
     ]
 
 
+def share_of_all(logits: Sequence[Tensor], layers: int, keep: float) -> list[int]:
+    """Neurons of each of `layers` physical layers that are among this share of the whole model's with the largest
+    logits, of any visit; of equals the first, from layer 0 on.
+    """
+    best = [torch.stack(list(logits[i::layers])).amax(0) for i in range(layers)]
+    flat = torch.cat(best)
+    chosen = torch.zeros(len(flat), dtype=torch.bool).index_fill_(
+        0, keep_top(flat, max(1, round(keep * len(flat)))), True
+    )
+    return [int(part.sum()) for part in chosen.split([len(b) for b in best])]
+
+
 def neuron_ranking(kept: Sequence[Tensor], logits: Sequence[Tensor], layers: int) -> list[Tensor]:
     """Scores [F] of each of `layers` physical layers: the largest logit of any visit, after those that a visit keeps.
     Of one pass the logits as they are.

@@ -19,7 +19,7 @@ from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.recipes import fold, masks, masks_loop, score
 from cortiq_kernels.recipes.errors import InputError, TrainingFailed
 from cortiq_kernels.recipes.fold_config import FoldConfig
-from cortiq_kernels.recipes.keep import keep_masks, keep_widths
+from cortiq_kernels.recipes.keep import keep_masks, keep_widths, share_of_all
 from cortiq_kernels.recipes.mask_file import read_masks
 from cortiq_kernels.recipes.masks_config import MasksConfig
 from cortiq_kernels.recipes.masks_plan import plan_masks, steps_in
@@ -288,6 +288,33 @@ def test_hard_evaluation_is_the_model_with_neurons_taken_out(cfg):
     assert got != pytest.approx(opened)
 
 
+def test_a_share_of_all_neurons_by_their_logits(cfg, tmp_path):
+    """--per-layer with --keep: the largest logits of the whole model stay, however many of a layer; rounded up."""
+    masks.run(cfg)
+    logits = read_masks(cfg.out, open_model(cfg.model).geometry, "x").logits
+    least = torch.cat(logits).sort(descending=True).values[72 - 1]
+    want = [int((m >= least).sum()) for m in logits]
+    base = FoldConfig(
+        cfg.model, tmp_path / "own", data=cfg.data, masks=cfg.out, per_layer=True, keep=0.6, align=1, device="cpu",
+        window=32, batch=2,
+    )  # fmt: skip
+    done = fold.run(base)
+    assert done.widths == want and sum(want) == 72 and len(set(want)) > 1
+    for i, m in enumerate(logits):
+        gate = f"model.layers.{i}.mlp.gate_proj.weight"
+        rows = (m >= least).nonzero().flatten()
+        assert torch.equal(open_model(tmp_path / "own").read(gate), open_model(cfg.model).read(gate)[rows])
+    rounded = fold.run(dataclasses.replace(base, out=tmp_path / "rounded", align=8)).widths
+    assert rounded == [min(-(-w // 8) * 8, 40) for w in want]
+
+
+def test_share_of_all():
+    visits = [torch.tensor([5.0, 1, 1]), torch.tensor([3.0, 2]), torch.tensor([0.0, 4, 0]), torch.tensor([0.0, 0])]
+    assert share_of_all(visits, 2, 0.6) == [2, 1] and share_of_all(visits[:2], 2, 0.4) == [1, 1]
+    assert share_of_all([torch.zeros(2), torch.zeros(2)], 2, 0.5) == [2, 0]  # of equals the first
+    assert sum(share_of_all(visits, 2, 1e-9)) == 1
+
+
 KEEP = {
     "40 of 96": (40, 96, 32, 64), "64 of 64": (64, 64, 32, 64), "47 of 48": (47, 48, 32, 48),
     "align 1": (47, 48, 1, 47), "none": (0, 48, 32, 32),
@@ -375,7 +402,8 @@ def test_files_that_are_no_masks_of_this_model(cfg, build, world, tmp_path):
     file.write_bytes(b"text")
     assert "fold: masks" in refused(tmp_path, *base)
     save_file(good, file, metadata=meta)
-    assert "one of them" in refused(tmp_path, *base, "--per-layer", "--keep", 0.5)
+    assert "one of them" in refused(tmp_path, *base, "--per-layer", "--width", 8)
+    assert "one of them" in refused(tmp_path, *base, "--per-layer", "--widths", 8, 8, 8)
     assert "without masks" in refused(tmp_path, *base[:-2], "--per-layer")
     with pytest.raises(InputError, match="masks: keep_frac"):
         dataclasses.replace(cfg, keep_frac=-1.0).check()
