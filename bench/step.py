@@ -3,7 +3,7 @@
 Random weights of a published geometry, one fixed batch of random tokens with random top-k targets, all layers trained,
 the head frozen (what healing does by default). `--packing records` fills every window with 8 records of uneven length
 instead of one. The step is timed as the trainer runs it, replayed from CUDA graphs on a GPU, and beside it as plain
-launches. The loss of the batch has to fall over the steps, every step has to be accepted, and nothing may be NaN:
+launches, and replayed with deterministic algorithms. The loss of the batch has to fall over the steps, every step has to be accepted, and nothing may be NaN:
 otherwise no time is reported and the exit status is 1. "of floor" holds the step against its own matrix products,
 called in the same order on the same memory in the same run, weight gradients in float32. `--teacher` adds the teacher's
 pass: forward, head and top-k of every scored row.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -69,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     backend.release(device)
     if not run.reason:
         runs["eager"] = measured(Trainer(weights, n, args.window, graph=False), micro, args, device)
+        backend.release(device)
+        with backend.deterministic(True), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
+            runs["deterministic"] = measured(Trainer(weights, n, args.window), micro, args, device)
         backend.release(device)
     figures: dict[str, object] = {"gemm_floor_ms": floor.median}
     status = 0
