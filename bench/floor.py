@@ -2,8 +2,8 @@
 
 Machines differ, are shared and change their clocks, so a share of the floor is only meant within one run. Two ceilings:
 copy bandwidth (bytes read plus bytes written) of a tensor far larger than any cache, and the rate of one large matrix
-product in the working dtype. A copy is the faster of torch's copy_, which on a GPU is the driver's and no kernel, and of
-a kernel that reads and writes as much (on an H200 the driver's reaches two thirds of it). What fits a cache can beat this floor; the small shapes that a CPU runs do.
+product in the working dtype. A copy is the faster of torch's copy_, which on a GPU is the driver's and not a kernel, and
+of a kernel that reads and writes as much. What fits a cache can beat this floor; the small shapes that a CPU runs do.
 """
 
 from __future__ import annotations

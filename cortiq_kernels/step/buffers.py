@@ -43,6 +43,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from cortiq_kernels import backend
 from cortiq_kernels.model.geometry import Geometry
 from cortiq_kernels.ops.topk_kl import new_slab
 from cortiq_kernels.step.spare import slab_in, slab_rows
@@ -120,6 +121,8 @@ class Buffers:
         self.r = self._new(g.hidden)
         through = [mixer_widths(g, i) for i in self.kept if i >= self.mixers_from]
         self.act = self._new(max([f_max, *(o for _, o in through)]))
+        #: for weight gradients that run beside the backward
+        self.lane = backend.SideLane(self.device)
         self.x_out = self._new(g.hidden)  # residual stream after the last layer
         self.hidden = self._new(g.hidden)  # final norm's output: the head's input
         self._slab: Tensor | None = None
@@ -207,6 +210,7 @@ class Buffers:
         """Drop what the ops saved in the last forward, whose memory may be used again."""
         self.final_norm = None
         self.loop_norms.clear()
+        self.lane.forget()
         for s in (self._shared, *self.kept.values()):
             s.norm_mix = s.mixer = s.norm_mlp = None
 
