@@ -1,9 +1,10 @@
 """What this device does at best, measured in the run whose figures are held against it.
 
-Machines differ, are shared and change their clocks, so a share of the floor is only meant within one run. Two ceilings:
-copy bandwidth (bytes read plus bytes written) of a tensor far larger than any cache, and the rate of one large matrix
-product in the working dtype. A copy is the faster of torch's copy_, which on a GPU is the driver's and not a kernel, and
-of a kernel that reads and writes as much. What fits a cache can beat this floor; the small shapes that a CPU runs do.
+Machines differ, are shared and change their clocks, so a share of the floor is only meant within one run.
+Two ceilings: copy bandwidth (bytes read plus bytes written) of a tensor larger than any cache, and the rate of one
+large matrix product in the working dtype. A copy is the faster of torch's copy_, on a GPU the driver's and not a
+kernel, and of a kernel that reads and writes as much. What fits a cache can beat this floor; the small shapes that a
+CPU runs do.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ instead of one. The step is timed as the trainer runs it, replayed from CUDA gra
 launches, and replayed with deterministic algorithms. The loss of the batch has to fall over the steps, every step has
 to be accepted, and nothing may be NaN: otherwise no time is reported and the exit status is 1. "of floor" holds the
 step against its own matrix products, called in the same order on the same memory in the same run, weight gradients in
-float32. `--teacher` adds the teacher's pass: forward, head and top-k of every scored row; `--peer` the step of compiled transformers (`bench/step_peer.py`).
+float32. `--teacher` adds the teacher's pass: forward, head and top-k of every scored row; `--peer` the step of compiled
+transformers (`bench/step_peer.py`).
 """
 
 from __future__ import annotations

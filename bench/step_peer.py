@@ -30,18 +30,20 @@ def model_of(g: Geometry, device: torch.device, dtype: torch.dtype) -> Any:
 
     if device.type == "cuda":
         _use_fla(modeling)
-    config = Qwen3_5TextConfig(
+    config: Any = Qwen3_5TextConfig(
         vocab_size=g.vocab, hidden_size=g.hidden, intermediate_size=g.intermediate[0], num_hidden_layers=g.n_layers,
         num_attention_heads=g.nq, num_key_value_heads=g.nkv, head_dim=g.hd, linear_num_key_heads=g.nk,
         linear_num_value_heads=g.nv, linear_key_head_dim=g.dk, linear_value_head_dim=g.dv,
         linear_conv_kernel_dim=g.conv, layer_types=list(g.layer_types), tie_word_embeddings=g.tied,
-        max_position_embeddings=g.max_position, rms_norm_eps=g.eps, attn_implementation="sdpa",
+        max_position_embeddings=g.max_position, rms_norm_eps=g.eps,
         rope_parameters={
             "rope_type": "default", "rope_theta": g.rope_theta, "partial_rotary_factor": g.rot / g.hd,
         },
     )  # fmt: skip
+    config._attn_implementation = "sdpa"
     with device:
-        return modeling.Qwen3_5ForCausalLM(config).to(dtype)
+        model: Any = modeling.Qwen3_5ForCausalLM(config)
+    return model.to(dtype)
 
 
 def _use_fla(modeling: Any) -> None:
