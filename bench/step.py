@@ -3,17 +3,20 @@
 Random weights of a published geometry, one fixed batch of random tokens with random top-k targets, all layers trained,
 the head frozen (what healing does by default). `--packing records` fills every window with 8 records of uneven length
 instead of one. The step is timed as the trainer runs it, replayed from CUDA graphs on a GPU, and beside it as plain
-launches. The loss of the batch has to fall over the steps, every step has to be accepted, and nothing may be NaN:
-otherwise no time is reported and the exit status is 1. "of floor" holds the step against its own matrix products,
-called in the same order on the same memory in the same run, weight gradients in float32. `--teacher` adds the teacher's
-pass: forward, head and top-k of every scored row.
+launches, and replayed with deterministic algorithms. The loss of the batch has to fall over the steps, every step has
+to be accepted, and nothing may be NaN: otherwise no time is reported and the exit status is 1. "of floor" holds the
+step against its own matrix products, called in the same order on the same memory in the same run, weight gradients in
+float32. `--teacher` adds the teacher's pass: forward, head and top-k of every scored row; `--peer` the step of compiled
+transformers (`bench/step_peer.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +27,7 @@ from torch import Tensor
 from bench.geometries import PUBLISHED, SMALL, geometry
 from bench.report import headline, pick_device, results_path, write_json
 from bench.step_gemms import measure_products
+from bench.step_peer import measure_peer
 from bench.timing import Timing, measure, summary
 from cortiq_kernels import backend
 from cortiq_kernels.data.batches import Batch
@@ -70,6 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not run.reason:
         runs["eager"] = measured(Trainer(weights, n, args.window, graph=False), micro, args, device)
         backend.release(device)
+        with backend.deterministic(True), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
+            runs["deterministic"] = measured(Trainer(weights, n, args.window), micro, args, device)
+        backend.release(device)
     figures: dict[str, object] = {"gemm_floor_ms": floor.median}
     status = 0
     for name, r in runs.items():
@@ -99,6 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
     if args.teacher:
         figures["teacher"] = teacher_pass(weights, micro, args, device)
+    if args.peer:
+        del weights
+        backend.release(device)
+        figures["peer"] = peer_step(g, micro, args, device, dtype)
     if args.json is not None and status == 0:
         kind = "" if args.packing == "stream" else f"-{args.packing}"
         path = Path(args.json) if args.json else results_path(device, f"step-{args.size}{kind}.json")
@@ -142,6 +154,38 @@ def teacher_pass(
     timing = measure([once], device)
     print(f"teacher pass {timing.median:.2f} ms (p20 {timing.p20:.2f}, p80 {timing.p80:.2f})")
     return {"median_ms": timing.median, "p20_ms": timing.p20, "p80_ms": timing.p80, "method": timing.method}
+
+
+def peer_step(
+    g: Geometry, micro: Micro, args: argparse.Namespace, device: torch.device, dtype: torch.dtype
+) -> dict[str, object]:
+    """The peer's figures, or why there are none: a peer may fail in any way it likes."""
+    try:
+        timing, losses, first, peak = measure_peer(g, micro, args.rate, device, dtype, compiled=device.type == "cuda")
+    except Exception as e:
+        print(f"peer failed: {type(e).__name__}: {str(e)[:300]}")
+        return {"failed": f"{type(e).__name__}: {str(e)[:300]}"}
+    if why := red(losses, len(losses), 0):
+        print(f"peer: gate RED, no time reported: {why}")
+        return {"failed": why}
+    memory = "not counted on a CPU" if peak is None else f"{peak / 2**30:.2f} GiB"
+    print(
+        f"peer: step {timing.median:.2f} ms (p20 {timing.p20:.2f}, p80 {timing.p80:.2f}), peak {memory}, first step "
+        f"{first:.0f} s"
+    )
+    return {
+        "what": "transformers compiled, FLA, compiled loss, fused Adam", "median_ms": timing.median,
+        "p20_ms": timing.p20, "p80_ms": timing.p80, "repeats": timing.repeats, "method": timing.method,
+        "peak_bytes": peak, "first_step_s": first, "loss_by_step": losses,
+        "versions": {name: _version(name) for name in ("transformers", "fla-core", "flash-qla")},
+    }  # fmt: skip
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def micro_of(args: argparse.Namespace, g: Geometry, device: torch.device) -> Micro:
@@ -222,6 +266,7 @@ def parse(argv: Sequence[str] | None, program: str, about: str) -> argparse.Name
     parser.add_argument("--window", type=int, default=2048, help="tokens a window")
     parser.add_argument("--packing", default="stream", choices=("stream", "records"), help="records a window: 1, or 8")
     parser.add_argument("--teacher", action="store_true", help="time the teacher's pass too")
+    parser.add_argument("--peer", action="store_true", help="time compiled transformers' step too (minutes to compile)")
     parser.add_argument("--topk", type=int, default=64, help="target tokens a row")
     parser.add_argument("--dtype", choices=list(backend.DTYPES), help="default: bf16 on a GPU, f32 on a CPU")
     parser.add_argument("--rate", type=float, default=1e-4, help="learning rate")

@@ -25,6 +25,7 @@ from cortiq_kernels import backend
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.step import POLICIES, Micro, Policy, Trainer
 from cortiq_kernels.step.memory import train_bytes
+from cortiq_kernels.step.spare import spare_elements
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,6 +81,7 @@ def measure(
     step = train_bytes(
         g, n, args.window, b.n_scored, dtype, device.type, first=args.train_from, train_from=args.train_from,
         trained=weights.layout.trained_numel, policy=policy, train=args.train,
+        spare=spare_elements(weights.layout, train=args.train, train_from=args.train_from),
     )  # fmt: skip
     student = weights.layout.nbytes(dtype.itemsize)
     backend.reset_peak(device)

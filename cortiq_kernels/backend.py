@@ -173,8 +173,9 @@ class GraphCapture:
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: cuBLAS keeps a workspace of 32 MB for every stream that it has seen, for good."""
-    return torch.cuda.Stream(device)
+    """One for all captures: cuBLAS keeps a workspace of 32 MB for every stream that it has seen, for good. Its priority
+    is high, so that in a replay the chain of a step goes before what runs beside it (`SideLane`)."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 class CopyLane:
@@ -208,6 +209,47 @@ class CopyLane:
     def join(self, copies: torch.cuda.Event) -> None:
         """What is queued from now on comes after those copies."""
         torch.cuda.current_stream(self._device).wait_event(copies)
+
+
+class SideLane:
+    """A second stream of a GPU for work that nothing waits for yet: it fills what the chain of the others leaves idle.
+    `run` queues work behind all that is queued so far; `wait(what)` puts what comes next behind the work that said it
+    reads or writes `what`; `join` behind all of it. On a CPU the work simply runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _side_stream(device) if device.type == "cuda" else None
+        self._queued: dict[str, torch.cuda.Event] = {}
+
+    def run(self, what: str, work: Callable[[], None]) -> None:
+        if self._stream is None:
+            work()
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            work()
+        self._queued[what] = event = torch.cuda.Event()
+        event.record(self._stream)
+
+    def wait(self, what: str) -> None:
+        event = self._queued.pop(what, None)
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def join(self) -> None:
+        for what in list(self._queued):
+            self.wait(what)
+
+    def forget(self) -> None:
+        """Of a recording that failed."""
+        self._queued.clear()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all, for cuBLAS's workspaces; of a lower priority than the one that records (`_capture_stream`)."""
+    return torch.cuda.Stream(device)
 
 
 def copy_lane(device: torch.device) -> CopyLane | None:

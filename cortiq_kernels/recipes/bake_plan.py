@@ -27,6 +27,7 @@ from cortiq_kernels.recipes.outputs import check_files
 from cortiq_kernels.recipes.resume import check_room, find_checkpoint, where_checkpoint
 from cortiq_kernels.report.results import size
 from cortiq_kernels.step.memory import StepBytes, forward_bytes, train_bytes
+from cortiq_kernels.step.spare import spare_elements
 
 MASKS, OVERLAY = ".masks.safetensors", ".overlay.safetensors"
 
@@ -182,7 +183,8 @@ class BakePlan:
             layout, dtype = self._layout_b(), self.dtype.dtype
             tune = phase(
                 layout.nbytes(dtype.itemsize), 0, dtype, dtype, train_from=self.train_from,
-                trained=layout.trained_numel,
+                trained=layout.trained_numel, train="mlp",
+                spare=spare_elements(layout, train="mlp", train_from=self.train_from, mixers_from=g.n_virtual),
             )  # fmt: skip
             parts = max(parts, tune, key=lambda p: p["peak"]) | {
                 "least": max(parts["least"], tune["least"]), "peak": max(parts["peak"], tune["peak"]),

@@ -19,6 +19,7 @@ from cortiq_kernels.model.layout import plan_layout
 from cortiq_kernels.model.weights import acc_dtype
 from cortiq_kernels.recipes.memory import forward_memory
 from cortiq_kernels.step.memory import train_bytes
+from cortiq_kernels.step.spare import spare_elements
 
 if TYPE_CHECKING:
     from cortiq_kernels.recipes.heal_plan import HealPlan
@@ -34,15 +35,16 @@ def heal_memory(plan: HealPlan) -> dict[str, int]:
     rows = max(plan.rows)
     layout = plan_layout(g, train=cfg.train, train_from=cfg.train_from, first_layer=plan.first_layer)
     student = layout.nbytes(dtype.itemsize)
+    micros = min(cfg.accumulate, len(plan.train))
+    spare = spare_elements(layout, train=cfg.train, train_from=cfg.train_from) if micros == 1 else 0
     step = train_bytes(
         g, plan.n, cfg.window, rows, dtype, device.type, first=plan.first_layer, train_from=cfg.train_from,
         trained=layout.trained_numel, policy=plan.activations.policy, train=cfg.train,
-        sequences=plan.train.capacity,
+        sequences=plan.train.capacity, spare=spare,
     )  # fmt: skip
     cached = plan.prefix is not None and plan.prefix.dtype is not None
     stream = plan.n * g.hidden * dtype.itemsize if cached else 0
     micro = stream + 8 * rows * plan.topk + 32 * plan.n
-    micros = min(cfg.accumulate, len(plan.train))
     inputs = micro * (2 * micros + 1 if device.type == "cuda" else micros)  # this step's, the next one's, a graph's own
     training = student + step.buffers + step.saved + inputs
     least, peak = training, training + max(step.workspace, step.head)

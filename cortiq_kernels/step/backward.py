@@ -4,11 +4,15 @@
 residual add), and each norm adds its share (`+=`). Weight gradients go to the trained store's flat gradient in the
 accumulation dtype, `=` on the first micro-batch of a step and `+=` after (`accumulate`); what is not trained gets none
 and costs nothing. In a looped stack the visits of a layer add up: `=` on the last one alone, which comes first here.
+
+Two of a layer's four products of weight gradients (gate/up and the mixer's input) run beside the chain on a GPU, on
+`buf.lane`: the scans of a mixer leave much of a GPU idle. What they read is waited for where it is written next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -58,10 +62,12 @@ def backward(
         again = accumulate or i + g.n_layers < g.n_virtual
         s = buf.kept[i]
         if buf.policy == "layer":
+            buf.lane.join()
             layer_again(w, buf, s, i, seqs)
         layer_backward(w, buf, s, i, seqs, again, mask, dmask, accumulate_mask=accumulate)
         if buf.policy == "layer":
             s.mixer = None  # the memory of the next layer's
+    buf.lane.join()
     return buf.dx
 
 
@@ -103,8 +109,9 @@ def layer_backward(
     weight_grad(w, at + "down", dx, act, accumulate)
     dn = linear_bwd_x(dgate_up, w[at + "gate_up"], out=buf.dn)
     again = s.n_mlp if "n_mlp" in s.again and w.grad(at + "gate_up") is not None else None
+    buf.lane.wait("n_mlp")
     norm_backward(w, at + "post_norm", dn, s.norm_mlp, dx, accumulate, again=again)
-    weight_grad(w, at + "gate_up", dgate_up, s.n_mlp, accumulate)
+    buf.lane.run("n_mlp", partial(weight_grad, w, at + "gate_up", dgate_up, s.n_mlp, accumulate))
 
     if not buf.through_mixer(i):
         return
@@ -112,12 +119,13 @@ def layer_backward(
     in_name, out_name = at + mixer_in(g, i), at + mixer_out(g, i)
     dmix, dproj = linear_bwd_x(dx, w[out_name], out=cut(buf.act, o)), cut(buf.dproj, p)
     mix_backward = attn_backward if g.is_full(i) else gdn_backward
+    buf.lane.wait("dproj")
     mix_backward(w, s, at, dmix, dproj, seqs, accumulate)
     weight_grad(w, out_name, dx, s.mix, accumulate)
     dn = linear_bwd_x(dproj, w[in_name], out=buf.dn)
     again = s.n_mix if "n_mix" in s.again and w.grad(in_name) is not None else None
     norm_backward(w, at + "input_norm", dn, s.norm_mix, dx, accumulate, again=again)
-    weight_grad(w, in_name, dproj, s.n_mix, accumulate)
+    buf.lane.run("dproj", partial(weight_grad, w, in_name, dproj, s.n_mix, accumulate))
 
 
 def gdn_backward(

@@ -30,8 +30,8 @@ A kept layer below `mixers_from` has no backward of its mixer, and holds x_mlp a
 use the shared set, whose proj, gate_up, x_mix and x_mlp are those of the last layer that keeps its own: it runs after
 them, and an evaluation runs before the next step. Scratch of any layer: r [N, H] (a branch's output), act [N, F], which
 is dact and dmix, too, and the gradients dx, dn [N, H] and dproj [N, P]; d(gate_up) takes the place of gate_up, which
-nothing reads after it. On a GPU there is also the head's slab of logits (`logits_slab`), made at its first use: steps,
-graphs and evaluations share the one.
+nothing reads after it. On a GPU there is also the head's slab of logits (`logits_slab`), which steps, graphs and
+evaluations share: in the memory of gradients where a trainer lends that (`spare.py`), else made at its first use.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from cortiq_kernels import backend
 from cortiq_kernels.model.geometry import Geometry
-from cortiq_kernels.ops.topk_kl import CHUNK_ROWS, new_slab
+from cortiq_kernels.ops.topk_kl import new_slab
+from cortiq_kernels.step.spare import slab_in, slab_rows
 
 Policy = Literal["keep", "cheap", "layer"]
 #: from the fastest step to the smallest
@@ -119,9 +121,13 @@ class Buffers:
         self.r = self._new(g.hidden)
         through = [mixer_widths(g, i) for i in self.kept if i >= self.mixers_from]
         self.act = self._new(max([f_max, *(o for _, o in through)]))
+        #: for weight gradients that run beside the backward
+        self.lane = backend.SideLane(self.device)
         self.x_out = self._new(g.hidden)  # residual stream after the last layer
         self.hidden = self._new(g.hidden)  # final norm's output: the head's input
         self._slab: Tensor | None = None
+        #: flat memory that holds nothing while the head runs, unless gradients add up over micro-batches
+        self.spare: Tensor | None = None
         self.final_norm: Any = None
         #: by the layer before it: what a norm between passes reads [N, H] (kept for the backward), and saves
         self.loop_x = {i: self._new(g.hidden) for i in layers if g.norm_after(i) and self.save_from is not None}
@@ -187,19 +193,24 @@ class Buffers:
         s, f = self._shared, self.geometry.intermediate[self.geometry.physical(layer)]
         return LayerSlots(s.x_mix, s.n_mix, cut(s.proj, p), cut(s.mix, o), s.x_mlp, s.n_mlp, cut(s.gate_up, 2 * f))
 
-    def logits_slab(self, vocab: int) -> Tensor | None:
+    def logits_slab(self, vocab: int, *, own: bool = False) -> Tensor | None:
         """Memory for the logits of as many rows as the head takes at a time (2 GB for 4096 of 248,320 in 16 bit); None
-        where it takes none: on a CPU, and in float64."""
+        where it takes none: on a CPU, and in float64. It lies in `spare` where that is large enough; `own`: not there.
+        """
         if self.device.type != "cuda" or self.dtype == torch.float64:
             return None
+        lent = None if own or self.spare is None else slab_in(self.spare, self.n, vocab, self.dtype)
+        if lent is not None:
+            return lent
         if self._slab is None:
-            self._slab = new_slab(min(CHUNK_ROWS, self.n), vocab, self.dtype, self.device)
+            self._slab = new_slab(slab_rows(self.n), vocab, self.dtype, self.device)
         return self._slab
 
     def forget(self) -> None:
         """Drop what the ops saved in the last forward, whose memory may be used again."""
         self.final_norm = None
         self.loop_norms.clear()
+        self.lane.forget()
         for s in (self._shared, *self.kept.values()):
             s.norm_mix = s.mixer = s.norm_mlp = None
 
@@ -213,7 +224,7 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        own = [t for t in vars(self).values() if isinstance(t, Tensor)]
+        own = [t for name, t in vars(self).items() if isinstance(t, Tensor) and name != "spare"]
         lent = {id(getattr(s, name)) for i, s in self.kept.items() for name in self.own(i)}
         own += [t for t in vars(self._shared).values() if isinstance(t, Tensor) and id(t) not in lent]
         own += [getattr(s, name) for i, s in self.kept.items() for name in self.own(i)]

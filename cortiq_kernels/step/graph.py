@@ -74,9 +74,11 @@ class Programs:
 
     def run(self, key: Hashable, work: Work, *, release: Work = lambda: None, ahead: bool = False) -> None:
         """`work`, run, recorded or replayed. `release` drops tensors that a run or a recording left behind: those of a
-        run would take their memory a second time, those of a recording keep it from the next. `ahead`: the kernels may
+        run would take their memory a second time (and plain runs would not find the allocator as the last one did, and
+        now and then need memory of the device), those of a recording keep it from the next. `ahead`: the kernels may
         be compiled before the first run, because all that `work` writes it writes anew (`=`)."""
         if self.reason:
+            release()
             work()
             return
         if key not in self._known:

@@ -68,7 +68,7 @@ def head_loss(
     """Sum over rows of w * KL + const, 0-d float64, not yet divided by the sum of weights.
 
     With `need_grad`, buf.dhidden [N, H] `=` d(grad_scale * sum)/dhidden, and the head's gradient `=`/`+=` when it
-    trains.
+    trains. The slab of logits lies in gradients that the backward has not written yet, unless `accumulate`.
     """
     result = head_topk_kl_fwd_bwd(
         buf.hidden,
@@ -82,6 +82,6 @@ def head_loss(
         dhead=w.grad("head") if need_grad else None,
         accumulate=accumulate,
         need_grad=need_grad,
-        slab=buf.logits_slab(w.geometry.vocab),
+        slab=buf.logits_slab(w.geometry.vocab, own=need_grad and accumulate),
     )
     return result.total + targets.const

@@ -1,6 +1,6 @@
 """Bytes that a step takes, before there is one: pure arithmetic over the geometry, no tensors on any device.
 
-    buffers    what `Buffers` preallocates, and on a GPU its slab of logits
+    buffers    what `Buffers` preallocates, and on a GPU its slab of logits, unless that lies in gradients (`spare.py`)
     saved      what the ops keep for the backward besides: the mixers' tensors and the norms' rstd, of the kept layers
                (policy "layer" keeps no mixer's: that of the one layer that is run again counts as workspace)
     workspace  the most that one layer's forward or backward has alive for itself, or the update
@@ -27,6 +27,7 @@ from cortiq_kernels.ops.attention.torch_path import BLOCK_Q
 from cortiq_kernels.ops.gated_delta.layout import CHUNK, unfit_for_kernels
 from cortiq_kernels.ops.topk_kl import CHUNK_ROWS
 from cortiq_kernels.step.buffers import Buffers, Policy
+from cortiq_kernels.step.spare import slab_fits
 
 _GDN_CHUNK = {"cpu": 32, "cuda": 64}  # tokens a chunk of Gated DeltaNet
 _CPU_SLAB = 1 << 25  # elements of a slab of logits on a CPU
@@ -51,12 +52,14 @@ class StepBytes(NamedTuple):
 def train_bytes(
     g: Geometry, n: int, window: int, rows: int, dtype: torch.dtype, device: str, *, first: int, train_from: int,
     trained: int, mixers_from: int = 0, policy: Policy = "cheap", train: str | None = "layers", sequences: int = 0,
+    spare: int = 0,
 ) -> StepBytes:  # fmt: skip
     """A training step of `n` tokens in windows of `window`, `rows` of them scored, on a `device` type.
 
     The student holds layers `first ..` and trains those from `train_from` on; `trained`: elements of its masters.
     `mixers_from`, `policy`, `train`: those of `Buffers`. `sequences`: those that cu_seqlens has room for (0: the
-    windows), each of which is a chunk more for the kernels of Gated DeltaNet.
+    windows), each of which is a chunk more for the kernels of Gated DeltaNet. `spare`: elements of gradients that may
+    hold the slab of logits (those of `spare_run`; 0 where micro-batches add up).
     """
     acc = acc_dtype(dtype).itemsize
     buffers = Buffers(
@@ -80,7 +83,8 @@ def train_bytes(
     head, slab = head_bytes(g, rows, dtype, device, backward=True), 0
     if in_kernels:  # the slab stays (`Buffers.logits_slab`)
         head -= slab_elements(g.vocab, rows, device) * dtype.itemsize
-        slab = slab_elements(g.vocab, n, device) * dtype.itemsize
+        if not slab_fits(spare, n, g.vocab, dtype, acc_dtype(dtype)):
+            slab = slab_elements(g.vocab, n, device) * dtype.itemsize
     return StepBytes(buffers.nbytes + slab, saved, max(*work, update), head)
 
 

@@ -26,6 +26,7 @@ from cortiq_kernels.step.forward import Sequences, embed, forward, rope_for
 from cortiq_kernels.step.graph import Capture, Programs
 from cortiq_kernels.step.inputs import Micro, StaticInputs, shape_of
 from cortiq_kernels.step.loss import head_loss
+from cortiq_kernels.step.spare import spare_run
 from cortiq_kernels.step.update import AdamOptions, update, update_ranges
 
 
@@ -175,6 +176,7 @@ def restore_counters(state: AdamState, counters: Mapping[str, int | float]) -> N
 @dataclass
 class Trainer:
     """Owns the optimizer state and the buffers of `n` = batch * window tokens; `weights.trained` says what trains.
+    Gradients hold until the next step or evaluation on these buffers, whose logits take their memory (`spare.py`).
 
     On a GPU a step is recorded in its second run and replayed from then on, unless `graph` is False: the same bits, and
     the host is not what limits it. `programs.reason` says why one is not. `capture`: what records, for tests. `masks`:
@@ -203,6 +205,8 @@ class Trainer:
             w.geometry, self.n, w.dtype, w.device, first=w.first_layer, save_from=w.train_from, policy=self.policy,
             train=w.train, mixers_from=self.mixers_from,
         )  # fmt: skip
+        start, stop = spare_run(w.layout, train=w.train, train_from=w.train_from, mixers_from=self.mixers_from)
+        self.buffers.spare = w.trained.grad[start:stop]
         self.state = AdamState.new(w.device, scale=self.loss_scale)
         self.rope = rope_for(w, self.max_seqlen)
         self.programs = Programs(w.device, enabled=self.graph, capture=self.capture)

@@ -107,8 +107,7 @@ def test_a_planted_inf_leaves_every_byte_in_a_replay():
 def test_no_wait_and_no_new_memory_after_the_second_step(graph):
     g, w, t = make(graph)
     micros = [micro(g, lengths, seed=i) for i, lengths in enumerate(LENGTHS)]
-    first = 2 if graph else 3  # without a graph the allocator's blocks of a third packing are not those of the second
-    for i in range(first):
+    for i in range(2):
         t.step([micros[i]], 1e-4)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["num_device_alloc"]
@@ -117,7 +116,7 @@ def test_no_wait_and_no_new_memory_after_the_second_step(graph):
             t.step([micros[i % 4]], 1e-4 * i)
     torch.cuda.synchronize()
     assert torch.cuda.memory_stats()["num_device_alloc"] == before
-    assert t.read().steps == first + 6
+    assert t.read().steps == 8
 
 
 def test_dropped_graphs_give_their_memory_back():

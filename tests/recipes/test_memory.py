@@ -99,7 +99,7 @@ def test_buffers_and_saved_tensors_are_counted_to_the_byte(window, dtype, first,
         policy=policy, train=train,
     )  # fmt: skip
     buf = trainer.buffers
-    own = [t for t in vars(buf).values() if isinstance(t, torch.Tensor)]
+    own = [t for name, t in vars(buf).items() if isinstance(t, torch.Tensor) and name != "spare"]  # lent by the weights
     slots = ("x_mix", "n_mix", "proj", "mix", "x_mlp", "n_mlp", "gate_up")
     own += [getattr(s, name) for s in (buf._shared, *buf.kept.values()) for name in slots]
     seen: set[int] = set()

@@ -244,6 +244,14 @@ def test_buffers_keep_nothing_before_and_after_a_recording():
     assert kept == [0]
 
 
+def test_plain_runs_start_without_what_the_last_one_saved():
+    """The allocator then finds every step as the one before."""
+    programs, order = Programs(CPU, enabled=False), []
+    for _ in range(2):
+        programs.run("a", lambda: order.append("run"), release=lambda: order.append("release"))
+    assert order == ["release", "run"] * 2
+
+
 def test_kernels_compile_before_a_first_run_and_only_where_nothing_adds_up():
     """What has been written by the compiler's call of the step is written anew by the step."""
     order: list[str] = []
