@@ -27,7 +27,7 @@ constexpr int kStages = 4;
 constexpr int kThreads = 384;               // a warpgroup that fetches, two that multiply
 constexpr int kShared = kStages * kStage + 1024 + 128;
 constexpr int kChain = 64;                  // stages in a sum of the matrix units: see below
-constexpr int kLeast = 8;                   // stages in a share of a block, at least: adding it has to be worth it
+constexpr int kLeast = 32;                  // stages in a share: shares of a block are added one after the other
 constexpr int kTurns = 4;                   // of a block: one for each warpgroup of the pair
 
 // How the work is dealt to `pairs` pairs of blocks.
@@ -46,7 +46,7 @@ __host__ __device__ __forceinline__ Deal deal(int n, int stages, int pairs) {
     const int over = blocks % pairs;
     const int split = blocks <= pairs ? (blocks == pairs ? 0 : blocks) : (over ? over + pairs : 0);
     const int64_t most = static_cast<int64_t>(split) * stages / kLeast;
-    if (split && most < pairs) pairs = most < 1 ? 1 : static_cast<int>(most);
+    if (split && most < pairs) pairs = static_cast<int>(most > blocks ? most : blocks < pairs ? blocks : pairs);
     return {side, blocks - split, split, stages, pairs};
 }
 
