@@ -25,9 +25,12 @@ constexpr int kBox = kRows * 64 * 2;        // bytes of 64 rows by 64 columns
 constexpr int kStage = 6 * kBox;            // 128 columns for A, 256 for B
 constexpr int kStages = 4;
 constexpr int kThreads = 384;               // a warpgroup that fetches, two that multiply
-constexpr int kShared = kStages * kStage + 1024 + 128;
+constexpr int kOutPitch = 512 + 32;         // bytes between rows of 128 sums on their way out: no bank is met twice
+constexpr int kOut = 8 * kOutPitch - 32;    // bytes of 8 such rows, of which each warp that multiplies has its own
+constexpr int kBarriers = 128;
+constexpr int kShared = 1024 + kStages * kStage + kBarriers + 8 * kOut;  // 1024: where the first stage may begin
 constexpr int kChain = 64;                  // stages in a sum of the matrix units: see below
-constexpr int kLeast = 8;                   // stages in a share of a block, at least: adding it has to be worth it
+constexpr int kLeast = 32;                  // stages in a share: shares of a block are added one after the other
 constexpr int kTurns = 4;                   // of a block: one for each warpgroup of the pair
 
 // How the work is dealt to `pairs` pairs of blocks.
@@ -46,7 +49,7 @@ __host__ __device__ __forceinline__ Deal deal(int n, int stages, int pairs) {
     const int over = blocks % pairs;
     const int split = blocks <= pairs ? (blocks == pairs ? 0 : blocks) : (over ? over + pairs : 0);
     const int64_t most = static_cast<int64_t>(split) * stages / kLeast;
-    if (split && most < pairs) pairs = most < 1 ? 1 : static_cast<int>(most);
+    if (split && most < pairs) pairs = static_cast<int>(most > blocks ? most : blocks < pairs ? blocks : pairs);
     return {side, blocks - split, split, stages, pairs};
 }
 
@@ -196,44 +199,54 @@ __device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b
 }
 #undef CORTIQ_WGMMA
 
-__device__ __forceinline__ void add_to(float* at, float a, float b) {
-    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(at), "f"(a), "f"(b) : "memory");
+// Adds 128 sums in shared memory to G, without waiting.
+__device__ __forceinline__ void add_row(float* to, uint32_t from) {
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 512;\n"
+        "cp.async.bulk.commit_group;" ::"l"(to), "r"(from)
+        : "memory");
 }
 
-__device__ __forceinline__ void add_to(float* at, float a) {
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(at), "f"(a) : "memory");
-}
+// Until the rows that this thread added are in G.
+__device__ __forceinline__ void await_rows() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Adds a warpgroup's 64 x 256 to G: half h of its columns belongs to tile (i, j + h).
-__device__ __forceinline__ void store(const Products& p, const float (&d)[128], int i, int j, int group) {
+// Until they have been read, and their place is free.
+__device__ __forceinline__ void await_place() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Adds a warpgroup's 64 x 256 to G: half h of its columns belongs to tile (i, j + h). `out`: the warp's place for rows.
+__device__ __forceinline__ void store(const Products& p, const float (&d)[128], int i, int j, int group, uint32_t out) {
     const int tiles = (p.n + 127) / 128, lane = threadIdx.x % 32;
-    const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4, column = lane % 4 * 2;
+    const int first = group * 64 + threadIdx.x / 32 % 4 * 16, column = lane % 4 * 2;
+    await_rows();  // what this warp added before comes first
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         if (i >= tiles || j + h >= tiles || i > j + h) continue;
-        float* to = p.gram + tile_number(tiles, i, j + h) * (kTile * kTile) + row * kTile + column;
+        float* const to = p.gram + tile_number(tiles, i, j + h) * (kTile * kTile) + first * kTile;
         if (p.nonfinite && i == j + h) {
             float sum = 0;
 #pragma unroll
             for (int k = 0; k < 64; ++k) sum = fmaf(d[h * 64 + k], 0.0f, sum);
             if (sum != 0.0f) *p.nonfinite = 1;
         }
-        const int rows = p.n - i * 128, columns = p.n - (j + h) * 128;
-        if (rows >= 128 && columns >= 128) {
+        const int rows = p.n - i * 128 - first - lane / 4, columns = p.n - (j + h) * 128 - column;
+        const bool edge = p.n - i * 128 < 128 || p.n - (j + h) * 128 < 128;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {  // the upper 8 of the warp's rows, then the lower
+            await_place();
+            __syncwarp();
+            const uint32_t at = out + lane / 4 * kOutPitch + column * 4;
 #pragma unroll
             for (int k = 0; k < 16; ++k) {
-                add_to(to + k * 8, d[h * 64 + k * 4], d[h * 64 + k * 4 + 1]);
-                add_to(to + k * 8 + 8 * kTile, d[h * 64 + k * 4 + 2], d[h * 64 + k * 4 + 3]);
-            }
-        } else {  // what lies beyond n stays zero, whatever x holds
-#pragma unroll
-            for (int k = 0; k < 16; ++k) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    if (row + e / 2 * 8 < rows && column + k * 8 + e % 2 < columns)
-                        add_to(to + k * 8 + e / 2 * 8 * kTile + e % 2, d[h * 64 + k * 4 + e]);
+                float a = d[h * 64 + k * 4 + e * 2], b = d[h * 64 + k * 4 + e * 2 + 1];
+                if (edge) {  // what lies beyond n stays zero, whatever x holds
+                    if (e * 8 >= rows || k * 8 >= columns) a = 0;
+                    if (e * 8 >= rows || k * 8 + 1 >= columns) b = 0;
                 }
+                asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at + k * 32), "f"(a), "f"(b) : "memory");
             }
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            __syncwarp();
+            if (lane < 8) add_row(to + (e * 8 + lane) * kTile, out + lane * kOutPitch);
         }
     }
 }
@@ -246,10 +259,12 @@ __device__ __forceinline__ void await_turn(const int* turn, int first, int group
         } while (reached != first);
     }
     group_sync(group);
+    asm volatile("fence.proxy.async.global;" ::: "memory");  // the copy engine adds after it
 }
 
 __device__ __forceinline__ void pass_turn(int* turn, int reached, int group) {
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    await_rows();
+    asm volatile("fence.proxy.async.global;\nfence.acq_rel.gpu;" ::: "memory");
     group_sync(group);
     if (threadIdx.x % 128 == 0)
         asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(reached) : "memory");
@@ -284,7 +299,7 @@ __device__ __forceinline__ void fetch_all(const CUtensorMap& map, const Products
 // A warpgroup that multiplies.
 template <Dtype kType>
 __device__ __forceinline__ void multiply_all(const Products& p, const Deal& deal, uint32_t stages, uint32_t full,
-                                             uint32_t empty, int pair, uint32_t rank, int group) {
+                                             uint32_t empty, uint32_t out, int pair, uint32_t rank, int group) {
     float d[128];
     int stage = 0;
     uint32_t parity = 0;
@@ -312,10 +327,11 @@ __device__ __forceinline__ void multiply_all(const Products& p, const Deal& deal
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
             if (threadIdx.x % 128 < 2) barrier_arrive(empty + before * 8, threadIdx.x % 128);
             if (begin == s.first && begin > 0) await_turn(turn, begin, group);
-            store(p, d, block_row * 2 + static_cast<int>(rank), block_column * 2, group);
+            store(p, d, block_row * 2 + static_cast<int>(rank), block_column * 2, group, out);
         }
         if (s.first > 0 || s.last < deal.stages) pass_turn(turn, s.last < deal.stages ? s.last : 0, group);
     }
+    await_rows();  // they are read from the block's memory
 }
 
 #endif
@@ -345,7 +361,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (threadIdx.x == 0) fetch_all(map, p, d, stages, full, empty, pair, rank);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        multiply_all<kType>(p, d, stages, full, empty, pair, rank, group - 1);
+        const uint32_t out = full + kBarriers + (threadIdx.x / 32 - 4) * kOut;
+        multiply_all<kType>(p, d, stages, full, empty, out, pair, rank, group - 1);
     }
     __syncwarp();
     pair_sync();  // a block's memory is written, and its barriers are told, by the other

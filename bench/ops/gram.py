@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from bench.geometries import by_geometry
 from bench.registry import Calls, Inputs, Op, Results, Sizes, Work, normal
@@ -36,12 +39,12 @@ def addmm(t: Inputs, sizes: Sizes) -> Calls:
     x, f = t["x"], sizes["f"]
     square = torch.zeros(f, f, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device=x.device)
     if x.dtype == square.dtype:
-        return {"accumulate": lambda: {"square": torch.addmm(square, x.T, x, out=square)}}
+        return with_tf32(lambda: {"square": torch.addmm(square, x.T, x, out=square)}, x)
     return {"accumulate": lambda: {"square": torch.addmm(square, x.T, x, out_dtype=square.dtype, out=square)}}
 
 
 def gptq(t: Inputs, sizes: Sizes) -> Calls:
-    """What GPTQ and its kin do with a layer's input: a copy in float32, and the whole square (TF32 as torch has it)."""
+    """What GPTQ and its kin do with a layer's input: a copy in float32, and the whole square."""
     x, f = t["x"], sizes["f"]
     square = torch.zeros(f, f, device=x.device)
 
@@ -49,7 +52,21 @@ def gptq(t: Inputs, sizes: Sizes) -> Calls:
         wide = x.float()
         return {"square": square.addmm_(wide.T, wide)}
 
-    return {"accumulate": accumulate}
+    return with_tf32(accumulate, x)
+
+
+def with_tf32(call: Callable[[], Results], x: Tensor) -> Calls:
+    """A call whose products are of float32, as torch makes them by default, and on a GPU with TF32 too."""
+
+    def tf32() -> Results:
+        matmul = torch.backends.cuda.matmul
+        before, matmul.allow_tf32 = matmul.allow_tf32, True
+        try:
+            return call()
+        finally:
+            matmul.allow_tf32 = before
+
+    return {"accumulate": call, "accumulate TF32": tf32} if x.is_cuda else {"accumulate": call}
 
 
 def quack(t: Inputs, sizes: Sizes) -> Calls:
