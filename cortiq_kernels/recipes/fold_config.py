@@ -41,8 +41,8 @@ class FoldConfig:
     masks: Path | None = None
     """mask file of cortiq masks for this model: neurons are ranked by its logits, instead of `rank`"""
     per_layer: bool = False
-    """with masks: every layer keeps its own open gates, or with `keep` those of its gates that are among this share of the
-    whole model's, rounded up to `align`; only this package loads the result"""
+    """with masks: every layer keeps its own open gates, or with `keep` those of its gates that are among this share of
+    the whole model's, rounded up to `align`; only this package loads the result"""
     keep: float | None = None
     """share of the neurons to keep, in (0, 1]; the width is rounded up to a multiple of `align`; default 0.5, and with
     masks what the layer with most open gates needs"""
