@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def call_of(kind: str, rows: int, n: int, dtype: torch.dtype, device: torch.device) -> list[dict]:
     """One call of ours and one product of the library, over the same rows."""
     x = KINDS[kind](torch.Generator(device).manual_seed(rows), rows, n).to(dtype)
-    want = sum(exact(part) for part in x.split(CALL))
+    want = torch.stack([exact(part) for part in x.split(CALL)]).sum(0)
     ours = gram_finalize(gram_accumulate_(gram_zeros(n, device=device), x), n)
     half = x.is_cuda and dtype != torch.float32
     product = torch.mm(x.T, x, out_dtype=torch.float32) if half else x.float().T @ x.float()
