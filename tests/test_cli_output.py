@@ -331,6 +331,7 @@ def test_every_op_that_has_kernels_says_so():
     """Which ops ask for Triton is read from their sources, so that `cortiq env` cannot fall behind them."""
     folder = Path(env.__file__).parent / "ops"
     named = {"topk.py": "topk_softmax", "topk_kl.py": "head_topk_kl", "gated_delta/mixer.py": "gdn_mixer",
+             "gated_delta/chunks.py": "gdn_mixer",  # what the mixer and the rule share
              "gated_delta/chunk.py": "chunk_gated_delta_rule", "attention/mixer.py": "attention_mixer",
              "rms_norm.py": "add_rms_norm", "embedding.py": "embedding", "swiglu.py": "swiglu_mlp",
              "adam.py": "adam"}  # fmt: skip
