@@ -2,8 +2,9 @@
 
 The step of `bench.step`, run as plain launches (each op's kernels are the same as in a replayed graph), with every call
 of an op named for torch.profiler. A kernel belongs to the op inside whose span on the device it ran; what is outside of
-all of them is "other". On a CPU the times are those of the calls. `--json` writes the figures, and beside them a page
-with the table and a chart.
+all of them is "other". Nothing runs beside anything else here, so that the shares add up: weight gradients that a step
+runs beside its scans wait for their turn, and the sum is more than a step takes. On a CPU the times are those of the
+calls. `--json` writes the figures, and beside them a page with the table and a chart.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights = Weights.random(g, dtype=dtype, device=device, train="layers", generate_on=device)
     micro = step.micro_of(args, g, device)
     trainer = Trainer(weights, args.batch * args.window, args.window, graph=False)
+    trainer.buffers.lane = backend.SideLane(torch.device("cpu"))  # runs at once, on the stream of the rest
     for _ in range(2):
         trainer.step([micro], args.rate)
     shares = measure_shares(lambda: trainer.step([micro], args.rate), device, args.steps)
