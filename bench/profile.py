@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
 from bench import step
-from bench.geometries import geometry
-from bench.report import headline, pick_device, results_path, write_json
+from bench.report import headline, results_path, write_json
+from bench.setting import begin
 from cortiq_kernels import backend
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.report.chart import bar_chart
@@ -60,19 +60,16 @@ class Span(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     args = step.parse(argv, "bench.profile", __doc__ or "")
-    device = pick_device(args.device)
-    dtype = backend.DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "f32")]
-    g = geometry(args.size)
-    print(headline(device, args.commit))
+    device, dtype, g, n = begin(args, args.packing)
     weights = Weights.random(g, dtype=dtype, device=device, train="layers", generate_on=device)
     micro = step.micro_of(args, g, device)
-    trainer = Trainer(weights, args.batch * args.window, args.window, graph=False)
+    trainer = Trainer(weights, n, args.window, graph=False)
     trainer.buffers.lane = backend.SideLane(torch.device("cpu"))  # runs at once, on the stream of the rest
     for _ in range(2):
         trainer.step([micro], args.rate)
     shares = measure_shares(lambda: trainer.step([micro], args.rate), device, args.steps)
     total = sum(shares.values())
-    print(f"{args.size} {backend.dtype_name(dtype)}, {args.packing}: {total:.2f} ms of kernels a step")
+    print(f"{total:.2f} ms of kernels a step")
     for name, ms in shares.items():
         print(f"  {name:<12}{ms:>10.3f} ms{100 * ms / total:>7.1f} %")
     if args.json is not None:
@@ -81,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shape = {"size": args.size, "batch": args.batch, "window": args.window, "packing": args.packing}
         shape["dtype"] = backend.dtype_name(dtype)
         write_json(path, device, args.commit, {"profile": {**shape, "kernel_ms": total, "ms": shares}})
-        title = f"A step of {args.size}, {args.batch * args.window} tokens, {args.packing}: kernels by op"
+        title = f"A step of {args.size}, {n} tokens, {args.packing}: kernels by op"
         path.with_suffix(".html").write_text(page(title, headline(device, args.commit), shares), encoding="utf-8")
         print(f"wrote {path} and {path.with_suffix('.html')}")
     return 0

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bench.geometries import PUBLISHED, SMALL, geometry
-from bench.report import headline, pick_device, results_path, write_json
+from bench.report import results_path, write_json
+from bench.setting import begin, options, parsed
 from bench.step_gemms import measure_products
 from bench.step_peer import measure_peer
 from bench.timing import Timing, measure, summary
@@ -55,15 +55,9 @@ class Run(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; 0 when the loss fell."""
     args = parse(argv, "bench.step", __doc__ or "")
-    device = pick_device(args.device)
-    dtype = backend.DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "f32")]
-    g = geometry(args.size)
-    print(headline(device, args.commit))
-    n = args.batch * args.window
+    device, dtype, g, n = begin(args, f"top-k {args.topk}, {args.packing}, layers trained")
     micro = micro_of(args, g, device)
     weights = Weights.random(g, dtype=dtype, device=device, train="layers", generate_on=device)
-    size = f"{args.size} batch {args.batch} window {args.window} top-k {args.topk}, {args.packing}"
-    print(f"{size}, {backend.dtype_name(dtype)}, layers trained")
 
     trainer = Trainer(weights, n, args.window)
     run = measured(trainer, micro, args, device)
@@ -260,26 +254,11 @@ def red(losses: Sequence[float], accepted: int, skipped: int) -> str:
 
 def parse(argv: Sequence[str] | None, program: str, about: str) -> argparse.Namespace:
     """Which step to run, and how it is reported."""
-    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=about.split("\n\n", 1)[1])
-    parser.add_argument("--size", default="0.8B", choices=(SMALL, *PUBLISHED), help="geometry; small runs on a CPU")
-    parser.add_argument("--batch", type=int, default=4, help="windows a step")
-    parser.add_argument("--window", type=int, default=2048, help="tokens a window")
+    parser = options(program, about, "measured steps, after the first three")
     parser.add_argument("--packing", default="stream", choices=("stream", "records"), help="records a window: 1, or 8")
     parser.add_argument("--teacher", action="store_true", help="time the teacher's pass too")
     parser.add_argument("--peer", action="store_true", help="time compiled transformers' step too (minutes to compile)")
-    parser.add_argument("--topk", type=int, default=64, help="target tokens a row")
-    parser.add_argument("--dtype", choices=list(backend.DTYPES), help="default: bf16 on a GPU, f32 on a CPU")
-    parser.add_argument("--rate", type=float, default=1e-4, help="learning rate")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps, after the first three")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    json_help = "write the figures to F; without F to bench/results/<device>/step-<size>.json"
-    parser.add_argument("--json", nargs="?", const="", metavar="F", help=json_help)
-    parser.add_argument("--commit", default="", help="commit to record, where there is no git checkout to ask")
-    args = parser.parse_args(argv)
-    for name, least in (("batch", 1), ("window", 2), ("topk", 1), ("steps", 1)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name}: got {getattr(args, name)}; expected at least {least}")
-    return args
+    return parsed(parser, argv)
 
 
 if __name__ == "__main__":

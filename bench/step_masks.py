@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.geometries import PUBLISHED, SMALL, geometry
+from bench import setting
 from bench.profile import measure_shares
-from bench.report import headline, pick_device, results_path, write_json
+from bench.report import results_path, write_json
 from bench.step import random_micro, red
 from bench.timing import summary
 from cortiq_kernels import backend
@@ -127,11 +127,7 @@ def show(name: str, row: Mapping[str, Any], ratio: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; 0 when every loss fell."""
     args = _parse(argv)
-    device = pick_device(args.device)
-    dtype = backend.DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "f32")]
-    g, n = geometry(args.size), args.batch * args.window
-    print(headline(device, args.commit))
-    print(f"{args.size} batch {args.batch} window {args.window}, {backend.dtype_name(dtype)}, policy {args.policy}")
+    device, dtype, g, n = setting.begin(args, f"policy {args.policy}")
     micro = random_micro(g, args.batch, args.window, args.topk, device)
 
     def runner(make: Callable[[], Trainer | GateTrainer], own: int = 0) -> Runner:
@@ -196,29 +192,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def options(program: str, about: str) -> argparse.ArgumentParser:
     """What a benchmark of several trainers beside each other takes."""
-    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=about.split("\n\n", 1)[1])
-    parser.add_argument("--size", default="0.8B", choices=(SMALL, *PUBLISHED), help="geometry; small runs on a CPU")
-    parser.add_argument("--batch", type=int, default=4, help="windows a step")
-    parser.add_argument("--window", type=int, default=2048, help="tokens a window")
-    parser.add_argument("--topk", type=int, default=64, help="target tokens a row")
+    parser = setting.options(program, about, "measured rounds, after three steps of each")
     parser.add_argument("--policy", default="keep", choices=POLICIES, help="what a layer keeps for its backward")
-    parser.add_argument("--dtype", choices=list(backend.DTYPES), help="default: bf16 on a GPU, f32 on a CPU")
-    parser.add_argument("--rate", type=float, default=1e-4, help="learning rate of the weights")
-    parser.add_argument("--steps", type=int, default=10, help="measured rounds, after three steps of each")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--json", nargs="?", const="", metavar="F", help="write the figures to F, or where results lie")
-    parser.add_argument("--commit", default="", help="commit to record, where there is no git checkout to ask")
     return parser
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options("bench.step_masks", __doc__ or "")
     parser.add_argument("--shares", action="store_true", help="the time of each by op, too")
-    args = parser.parse_args(argv)
-    for name, least in (("batch", 1), ("window", 2), ("topk", 1), ("steps", 1)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name}: got {getattr(args, name)}; expected at least {least}")
-    return args
+    return setting.parsed(parser, argv)
 
 
 if __name__ == "__main__":

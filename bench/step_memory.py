@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 
-from bench.geometries import PUBLISHED, SMALL, geometry
-from bench.report import headline, pick_device, results_path, write_json
+from bench.geometries import geometry
+from bench.report import results_path, write_json
+from bench.setting import begin, options, parsed
 from bench.step import random_micro, red, run_steps
 from bench.timing import summary
 from cortiq_kernels import backend
@@ -31,11 +32,7 @@ from cortiq_kernels.step.spare import spare_elements
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; 0 when every policy's losses fell and were the same."""
     args = _parse(argv)
-    device = pick_device(args.device)
-    dtype = backend.DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "f32")]
-    g, n = geometry(args.size), args.batch * args.window
-    print(headline(device, args.commit))
-    print(f"{args.size} batch {args.batch} window {args.window}, {args.train} trained from layer {args.train_from}")
+    device, dtype, g, n = begin(args, f"{args.train} trained from layer {args.train_from}")
     micro = random_micro(g, args.batch, args.window, args.topk, device)
     if args.train_from:
         gen = torch.Generator(device=device).manual_seed(0)
@@ -112,24 +109,11 @@ def said(row: dict) -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.step_memory", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--size", default="0.8B", choices=(SMALL, *PUBLISHED), help="geometry; small runs on a CPU")
+    parser = options("bench.step_memory", __doc__ or "", "measured steps, after two", 5)
     parser.add_argument("--train", default="layers", choices=("layers", "mlp"), help="what trains")
     parser.add_argument("--train-from", type=int, default=0, help="first layer that trains, and is held")
     parser.add_argument("--policy", action="append", choices=POLICIES, help="one of them (may be given again); all")
-    parser.add_argument("--batch", type=int, default=4, help="windows a step")
-    parser.add_argument("--window", type=int, default=2048, help="tokens a window")
-    parser.add_argument("--topk", type=int, default=64, help="target tokens a row")
-    parser.add_argument("--dtype", choices=list(backend.DTYPES), help="default: bf16 on a GPU, f32 on a CPU")
-    parser.add_argument("--rate", type=float, default=1e-4, help="learning rate")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps, after two")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--json", nargs="?", const="", metavar="F", help="write the figures to F, or where results lie")
-    parser.add_argument("--commit", default="", help="commit to record, where there is no git checkout to ask")
-    args = parser.parse_args(argv)
-    for name, least in (("batch", 1), ("window", 2), ("topk", 1), ("steps", 1), ("train_from", 0)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')}: got {getattr(args, name)}; expected at least {least}")
+    args = parsed(parser, argv)
     layers = geometry(args.size).n_layers
     if args.train_from >= layers:
         parser.error(f"--train-from: got {args.train_from}; expected less than the {layers} layers")

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.geometries import geometry
-from bench.report import headline, pick_device, results_path, write_json
+from bench.report import results_path, write_json
+from bench.setting import begin, parsed
 from bench.step import random_micro
 from bench.step_masks import Runner, options, rounds, show, timed
 from cortiq_kernels import backend
@@ -38,11 +38,7 @@ from cortiq_kernels.step import Evaluator, Trainer
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; 0 when every loss was right and fell."""
     args = _parse(argv)
-    device = pick_device(args.device)
-    dtype = backend.DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "f32")]
-    g, n = geometry(args.size), args.batch * args.window
-    print(headline(device, args.commit))
-    print(f"{args.size} batch {args.batch} window {args.window}, {backend.dtype_name(dtype)}, policy {args.policy}")
+    device, dtype, g, n = begin(args, f"policy {args.policy}")
     micro = random_micro(g, args.batch, args.window, args.topk, device)
     whole = Weights.random(g, dtype=dtype, device=device, generate_on=device)
     dense = Evaluator(whole, n, args.window)
@@ -110,7 +106,7 @@ def random_masks(g: Geometry, keep: float, dtype: torch.dtype, device: torch.dev
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options("bench.step_widths", __doc__ or "")
     parser.add_argument("--keep", type=float, nargs="+", default=[1.0, 0.75, 0.5, 0.25], help="shares that stay")
-    args = parser.parse_args(argv)
+    args = parsed(parser, argv)
     if bad := [k for k in args.keep if not 0 < k <= 1]:
         parser.error(f"--keep: got {bad[0]}; expected a fraction in (0, 1]")
     return args

@@ -10,6 +10,7 @@ import torch
 from directories import id_rows, records, tensors_of, write_dir
 
 from bench import masks_precision, step_masks, step_widths
+from bench.geometries import geometry
 from cortiq_kernels.model.names import parameter_count
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.recipes.mask_file import Masks
@@ -40,7 +41,7 @@ def test_widths(tmp_path):
     assert step_widths.main([*SMALL, "--keep", *keep, "--json", str(tmp_path / "w.json")]) == 0
     rows = json.loads((tmp_path / "w.json").read_text())["widths"]["steps"]
     assert [(name, r["width"]) for name, r in rows.items()] == [("100%", 160), ("75%", 128), ("25%", 64)]
-    g = step_widths.geometry("small")
+    g = geometry("small")
     for row in rows.values():
         want = parameter_count(g.with_widths([row["width"]] * 4))
         assert (row["parameters"], row["file_bytes"]) == (want, 4 * want)
