@@ -8,6 +8,7 @@ import torch
 from plain_model import kd_loss
 from tiny import batch, geometry, targets
 
+from cortiq_kernels.model.compact import compact
 from cortiq_kernels.model.weights import Weights
 from cortiq_kernels.recipes.heal_loop import F16_LOSS_SCALE
 from cortiq_kernels.step import Micro, Trainer
@@ -110,3 +111,20 @@ def test_planted_inf_leaves_every_byte_float16():
     after = (w.trained.master, w.trained.m, w.trained.v, w.trained.plane)
     assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(before, after, strict=True))
     assert (stats.ok, stats.skipped, stats.scale) == (False, 1, 2048.0)
+
+
+def test_a_cut_model_in_float16_trains():
+    """Masters in float32 and a loss scale: the loss falls, and no step is refused."""
+    g, w, b, t, _ = make(torch.float16, train="layers")
+    gen = torch.Generator().manual_seed(3)
+    masks = {i: torch.rand(f, generator=gen) < 0.5 for i, f in enumerate(g.intermediate)}
+    cut = compact(w, masks, train="layers")
+    assert max(cut.weights.geometry.intermediate) < 96
+    trainer = Trainer(cut.weights, b.tokens.numel(), b.max_seqlen, masks=cut.masks, loss_scale=F16_LOSS_SCALE)
+    losses = []
+    for _ in range(20):
+        trainer.step([Micro(b, t)], 1e-3)
+        losses.append(trainer.loss.clone())
+    stats, losses = trainer.read(), [float(x) for x in losses]
+    assert (stats.steps, stats.skipped) == (20, 0)
+    assert losses[-1] < 0.9 * losses[0] and all(torch.isfinite(cut.weights[name]).all() for name in cut.weights.names)
