@@ -7,7 +7,7 @@ launches, and replayed with deterministic algorithms. The loss of the batch has 
 to be accepted, and nothing may be NaN: otherwise no time is reported and the exit status is 1. "of floor" holds the
 step against its own matrix products, called in the same order on the same memory in the same run, weight gradients in
 float32. `--teacher` adds the teacher's pass: forward, head and top-k of every scored row; `--peer` the step of compiled
-transformers (`bench/step_peer.py`).
+transformers (`bench/step_peer.py`), and how many times as fast ours is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,7 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.peer:
         del weights
         backend.release(device)
-        figures["peer"] = peer_step(g, micro, args, device, dtype)
+        figures["peer"] = peer = peer_step(g, micro, args, device, dtype)
+        ours = next(iter(runs.values())).timing.median
+        if not status and "median_ms" in peer:
+            figures["speedup"] = speedup = peer["median_ms"] / ours
+            print(f"{speedup:.2f} x as fast as the peer")
     if args.json is not None and status == 0:
         kind = "" if args.packing == "stream" else f"-{args.packing}"
         path = Path(args.json) if args.json else results_path(device, f"step-{args.size}{kind}.json")
@@ -152,7 +156,7 @@ def teacher_pass(
 
 def peer_step(
     g: Geometry, micro: Micro, args: argparse.Namespace, device: torch.device, dtype: torch.dtype
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The peer's figures, or why there are none: a peer may fail in any way it likes."""
     try:
         timing, losses, first, peak = measure_peer(g, micro, args.rate, device, dtype, compiled=device.type == "cuda")

@@ -37,13 +37,17 @@ def test_its_figures_lie_beside_ours(tmp_path: Path, capsys, monkeypatch):
     small = ["--size", "small", "--device", "cpu", "--batch", "1", "--window", "32", "--topk", "4", "--steps", "2"]
     out = tmp_path / "s.json"
     assert step.main([*small, "--rate", "1e-3", "--peer", "--json", str(out)]) == 0
-    peer = json.loads(out.read_text())["step"]["peer"]
+    found = json.loads(out.read_text())["step"]
+    peer = found["peer"]
+    assert found["speedup"] == pytest.approx(peer["median_ms"] / found["eager"]["median_ms"])
     assert peer["median_ms"] > 0 and peer["loss_by_step"][-1] < peer["loss_by_step"][0]
-    assert "peer: step" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "peer: step" in said and "x as fast as the peer" in said
 
     def broken(*args, **more):
         raise ModuleNotFoundError("No module named 'fla'")
 
     monkeypatch.setattr(step, "measure_peer", broken)
     assert step.main([*small, "--rate", "1e-3", "--peer", "--json", str(out)]) == 0
-    assert json.loads(out.read_text())["step"]["peer"] == {"failed": "ModuleNotFoundError: No module named 'fla'"}
+    found = json.loads(out.read_text())["step"]
+    assert found["peer"] == {"failed": "ModuleNotFoundError: No module named 'fla'"} and "speedup" not in found
